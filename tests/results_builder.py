@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,18 +214,8 @@ def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
 
 
 def _identity(comparison: FakeComparison, case: FakeCase, case_id: str, mode: str) -> dict[str, Any]:
-    return {
-        "run_id": "r0",
-        "case_id": case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": mode,
-        "model": "Tiny-MoE",
-        "policy": case.policy,
-        "policy_params": json.dumps(dict(case.params)),
-        "num_ranks": comparison.num_ranks,
-        "status": case.status,
-        "reason": case.reason,
-    }
+    about = {"run_id": "r0", "case_id": case_id, "comparison_id": comparison.comparison_id, "mode": mode}
+    return {**about, "status": case.status, "reason": case.reason}
 
 
 def _columns(rows: list[dict[str, Any]], identity: Mapping[str, Any]) -> dict[str, list[Any]]:

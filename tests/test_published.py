@@ -152,16 +152,6 @@ def test_xshares_changes_are_those_of_what_was_copied(item: str) -> None:
             assert ours == pytest.approx(right, abs=0.062 if metric == "OTPS" else 0.011)
 
 
-def test_an_abstract_says_what_its_tables_say() -> None:
-    table_1 = by(numbers("capacity", item="Table 1", task="Avg."), "method", "gamma")
-    assert table_1["Score", 1.5].value - table_1["Baseline", "inf"].value == pytest.approx(-0.9)
-    table_2 = by(numbers("capacity", item="Table 2", task="Avg.", model="Mixtral-8x7B-Instruct"), "method")
-    assert table_2["Expanded Drop",].value - table_2["Baseline",].value == pytest.approx(0.2)
-    assert values("capacity", "Abstract", metric="change of average") == [-0.9, 0.2]
-    assert values("capacity", "Abstract", metric="speedup, over native") == [30]
-    assert sum(values("capacity", "Table 8")[:2]) == values("capacity", "Table 8")[2]
-
-
 # --- What configs refer to ---------------------------------------------------------------------
 
 

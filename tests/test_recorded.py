@@ -185,13 +185,6 @@ def domains(tmp_path):
     )
 
 
-def test_an_experts_popularity_is_that_in_the_mixture(domains):
-    _, _, weights_E = recorded(domains)._fitted
-    load_DE = np.array([np.bincount(open_trace(path).read_layer(1)[0].ravel(), minlength=EXPERTS) for path in domains])
-    mixed_E = np.array([0.5, 0.5]) @ (load_DE / load_DE.sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(weights_E - 1, mixed_E * (weights_E - 1).sum())
-
-
 # Decode
 
 

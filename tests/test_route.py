@@ -15,9 +15,8 @@ from trace_files import write_trace
 
 import plot_results
 from moe_ep_bench import balancers
-from moe_ep_bench.analysis.cases import CASE, cases, load, routing
+from moe_ep_bench.analysis.cases import load, routing
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
@@ -78,11 +77,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_recordings(folder)
     route(write_config(folder, FULL), folder / "out", [])
     return folder / "out"
-
-
-@pytest.fixture(scope="module")
-def loaded(full: Path) -> Store:
-    return load(full)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
@@ -169,29 +163,6 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
 
 
 # ---- table and figures ---------------------------------------------------------------------------------------------
-
-
-def test_the_table_shows_the_means_of_every_case(loaded: Store) -> None:
-    listed = tables(loaded)
-    table = listed[-1]
-    assert len(table.rows) == (cases(loaded)["comparison_id"] == table.frame["comparison_id"].iloc[0]).sum()
-    batches = routing(loaded).set_index(CASE)
-    facts = table.rows[0]
-    for row in table.rows:
-        own_batches = batches.loc[[tuple(row[name] for name in CASE)]]
-        assert set(own_batches["layer"]) == {0, 1, 2}
-        peaks = [load_E.max() * 64 / load_E.sum() for load_E in own_batches["load_E"]]
-        assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
-        # Over native's mean, as beside times of a run: what a policy drops is no load.
-        mean = facts["num_tokens"] * facts["top_k"] / facts["num_experts"]
-        over_native = [load_E.max() / mean for load_E in own_batches["load_E"]]
-        assert row["fullest_expert"] == pytest.approx(np.mean(over_native))
-        dropped = own_batches["num_dropped_pairs"] / own_batches["num_topk_pairs"]
-        fullest = [(load_E.reshape(4, 16) > 0).sum(axis=1).max() for load_E in own_batches["load_E"]]
-        shown = {column.title: column.shown(row) for column in table.columns}
-        assert shown["dropped %"] == f"{100 * dropped.mean():.1f}"
-        assert shown["activated on a rank"] == f"{np.mean(fullest):.1f}"
-    assert render(listed, "text").count("routing only (nothing was timed)") >= len(listed)
 
 
 def test_ids_alone_need_a_share_that_is_assumed_and_are_marked(

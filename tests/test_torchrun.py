@@ -82,6 +82,16 @@ def test_nodes_that_do_not_meet_are_told_where_and_why(
     assert capsys.readouterr().err == expected
 
 
+def test_the_worst_of_several_launches_counts_and_none_is_begun_after_one_was_lost(ranks) -> None:
+    left = iter([CASES_FAILED, OK])
+    ranks(lambda: agree(next(left)))
+    assert torchrun([["run"]] * 2, 1) == (CASES_FAILED, True)
+    left = iter([OK])
+    commands = ranks(lambda: [agree(status) for status in left])  # The second leaves no status.
+    assert torchrun([["run"]] * 3, 1) == (LOST, False)
+    assert len(commands) == 4
+
+
 def test_sigusr1_is_a_request_to_close_that_ranks_of_later_launches_find_too(ranks) -> None:
     asked: list[bool] = []
 

@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,6 @@ import torch.distributed as dist
 
 from moe_ep_bench import kernels
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, local_ranks
@@ -98,10 +98,8 @@ def disk(out: Path) -> Iterator[Finding]:
     """Whether results can be written, and how much room there is."""
     folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     try:
-        with atomic_path(folder / f".doctor-{os.getpid()}") as path:
-            path.touch()
-        (folder / f".doctor-{os.getpid()}").unlink()
-        free = shutil.disk_usage(folder).free / 2**30
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free / 2**30
         yield Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
     except OSError as error:
         yield Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")

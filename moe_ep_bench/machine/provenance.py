@@ -30,16 +30,13 @@ from moe_ep_bench.runtime.device import query_gpus
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-# Variables that change what is measured. A fixed list, for others may hold secrets.
+# Variables that change what is measured, and the Slurm job. A fixed list, for others may hold secrets.
 _VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP_")
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET",
-)  # fmt: skip
-_SLURM = (
-    "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
+    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET", "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
 
 # What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
@@ -149,7 +146,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         **package_versions(),
         **(describe_gpus() if device.type == "cuda" else {}),
         "variables": relevant_variables(),
-        "slurm": slurm_job(),
         "hostname": socket.gethostname(),
         "kernel": platform.release(),
         "load_average": list(os.getloadavg()),
@@ -184,12 +180,6 @@ def relevant_variables(variables: Mapping[str, str] = os.environ) -> dict[str, s
     """Environment variables that change what is measured, of a fixed list: others may hold secrets."""
     kept = [name for name in sorted(variables) if name.startswith(_VARIABLE_PREFIXES) or name in _VARIABLES]
     return {name: variables[name] for name in kept}
-
-
-def slurm_job(variables: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """The Slurm job that this process belongs to, by Slurm's own names; None outside of one."""
-    job = {name: variables[name] for name in _SLURM if name in variables}
-    return job if "SLURM_JOB_ID" in job else None
 
 
 def conditions(environment: Mapping[str, Any]) -> dict[str, Any]:

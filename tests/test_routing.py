@@ -46,6 +46,16 @@ def test_ranks_in_threads_give_the_same_traffic(backend: str, tmp_path: Path, mo
     assert seen_of(comparison) == alone
 
 
+def test_no_more_ranks_are_begun_than_there_are_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, made = Batches(planned(tmp_path, ROUTING), CPU), []
+    monkeypatch.setattr(routing, "_LEAST_SHARED_BYTES", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(batches, "shares", lambda *where: (made.append(rank) or rank for rank in range(4)))
+    found = batches.over_ranks(lambda rank: rank, None, 0)
+    assert (next(found), made) == (0, [0, 1])
+    assert list(found) == [1, 2, 3]
+
+
 def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Path) -> None:
     comparison = planned(tmp_path, VIRTUAL)
     few = list(Batches(comparison, CPU, few=3).shares(None, 0))

@@ -83,7 +83,6 @@ LISTED = {
         "--help",
         "needs a GPU: CUDA graphs",
     ),
-    "check-policy ./my_policy.py:LeaveBusiest --set num_left=2": ("--help", "test_own_policies does so"),
     "emulate configs/balance-recorded.yaml --set workload.trace=FILE": ("--help", "needs the recording itself"),
     "papers configs/papers/llep-figure4.yaml": ("--help", "takes minutes; test_published reads it"),
     "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill.safetensors": (

@@ -134,36 +134,17 @@ def test_a_policy_states_the_most_pairs_that_it_may_choose(spec: Spec, shape: tu
     assert policy.most_pairs(num_tokens + 5, num_experts, padded) == expected
 
 
+# No token at all is the simplest of ``cases``; a selection of many winners takes another path than one of few.
 @every_spec
-def test_corners_of_the_shapes(spec: Spec) -> None:
-    for num_experts, top_k in [(8, 8), (256, 8)]:  # the simplest of ``cases`` is no token at all
-        arguments = {
-            "top_k": top_k,
-            "num_ranks": 8,
-            "rank": 7,
-            "modality_T": torch.tensor([0]),
-            "request_id_T": torch.tensor([0]),
-            "token_mask_T": None,
-            "normalize": True,
-            "scale": 1.0,
-        }
-        assert_keeps_the_rule_and_the_laws(spec, random_scores("softmax", 1, num_experts, seed=1), arguments)
-
-
-@every_spec
-def test_hundreds_of_tokens(spec: Spec) -> None:
-    # A selection of many winners takes another path than one of few.
-    num_tokens = 400
-    scores_TE = random_scores("levels", num_tokens, 8, seed=3)
-    arguments = {
-        "top_k": 2,
-        "num_ranks": 4,
-        "rank": 2,
-        "modality_T": torch.arange(num_tokens) % 3 % 2,
-        "request_id_T": torch.arange(num_tokens) // 250,
-    }
-    spec = fitted(spec, scores_TE, arguments)
-    assert_as_expected(route(spec, scores_TE, arguments), spec, scores_TE, arguments)
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "num_experts", "top_k"),
+    [("softmax", 1, 8, 8), ("softmax", 1, 256, 8), ("levels", 400, 8, 2)],
+)
+def test_corners_of_the_shapes(spec: Spec, kind: str, num_tokens: int, num_experts: int, top_k: int) -> None:
+    token_T = torch.arange(num_tokens)
+    by_token = {"modality_T": token_T % 3 % 2, "request_id_T": token_T // 250}
+    arguments = {"top_k": top_k, "num_ranks": 8, "rank": 7, "normalize": num_tokens == 1, **by_token}
+    assert_keeps_the_rule_and_the_laws(spec, random_scores(kind, num_tokens, num_experts, seed=1), arguments)
 
 
 @pytest.fixture

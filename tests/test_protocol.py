@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,6 +194,17 @@ def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monke
     sizes = ((100, 3, 3), (500, 9, 1), (0, 4, 4))
     for size, most, made in sizes:
         assert len(timing_device.RotatingInput(torch.zeros(size), most=most).copies) == made
+
+
+def test_a_flush_writes_twice_the_cache_and_then_reads_it_so_that_no_line_is_left_dirty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing_device, "cache_bytes", lambda device: 1000)
+    flush = timing_device.CacheFlush(torch.device("cpu"))
+    assert flush._buffer.nbytes == 2000
+    flush._buffer = mock.Mock()
+    flush()
+    assert flush._buffer.mock_calls == [mock.call.add_(1), mock.call.sum()]
 
 
 def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseconds(

@@ -11,7 +11,7 @@ import torch
 from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import capacity_passes_triton, sets_triton, triton_twins
+from moe_ep_bench.kernels import capacity_passes_triton, triton_twins
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.usefixtures("patched_once")
@@ -238,10 +238,3 @@ def test_a_decode_step_is_few_launches(spec: Spec, shape: tuple[int, int], expec
     context = RoutingContext(top_k=4, num_ranks=4, request_id_T=torch.arange(shape[0]))
     triton_twins()[type(policy)].select(policy, scores_TE, context, None)
     assert len(launches) == expected, launches
-
-
-@pytest.mark.parametrize(("num_tokens", "expected"), [(16, 1), (40, 2)])
-def test_statistics_are_one_launch_where_one_program_holds_the_batch(num_tokens: int, expected: int, launches) -> None:
-    scores_TE = random_scores("softmax", num_tokens, 256, 1)
-    sets_triton.stats(make_policy({"name": "oea", "k0": 2}), scores_TE, context_of({"top_k": 4}))
-    assert len(launches) == expected

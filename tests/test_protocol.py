@@ -265,7 +265,7 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_exchange", lambda ranks, share: clock.does("work"))
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
     ranks = SimpleNamespace(device=torch.device("cpu"), told=lambda times: [times])
-    calibrate.measure(ranks, [8], 6, lambda: None)
+    calibrate.measure(ranks, [8], 6)
 
 
 ALIGNED = ["hold", "meet", "stamp", "work", "stamp"]

@@ -264,6 +264,11 @@ def test_a_plan_by_risk_parts_experts_that_are_busy_together() -> None:
     assert rank_load(load_BE, replicate(load_BE.mean(axis=0), num_slots=4, num_ranks=2), 2).max() == 20
 
 
+def test_where_plans_are_as_good_replicas_go_where_the_greedy_rule_puts_them() -> None:
+    plan = replicate_by_risk([1] * 8, num_slots=12, num_ranks=2)
+    assert np.bincount(plan).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+
+
 def test_replicas_follow_the_spread_where_means_are_equal() -> None:
     steady, unsteady = [5] * 6, [1, 9, 1, 9, 1, 9]
     plan = replicate_by_risk(np.array([steady, steady, unsteady, steady]).T, num_slots=6, num_ranks=2)

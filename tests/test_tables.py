@@ -118,6 +118,8 @@ def test_uneven_loads_follow_their_rows_and_activated_experts() -> None:
     for num_tokens, loads in [*((4096, loads) for loads in many), *((16, loads) for loads in few)]:
         loads_L = np.pad(loads, (0, 8 - len(loads)))
         assert table.time_us(loads_L, num_tokens) == pytest.approx(law_us(loads_L, num_tokens), rel=0.06)
+    # Of eight ranks the first has one pair of 1, 2 and 4 tokens.
+    assert table_of(8).time_us([1, 1], 4) == pytest.approx(law_us(np.ones(2), 4), rel=0.1)
 
 
 def test_what_grows_alike_on_all_ep_sizes_is_for_tokens_of_all_ranks() -> None:

@@ -54,13 +54,6 @@ def test_help_and_the_points_of_a_sweep_need_no_torch() -> None:
     assert loaded_by(["--help"], ["run", "--help"], points) == (set(), [OK] * 3, [])
 
 
-def test_tables_are_shown_without_torch() -> None:
-    names = ("quickstart-2cpu", "quality-small-2cpu", "validate-2cpu")
-    loaded, statuses, said = loaded_by(*(["show", f"results/reference/{name}"] for name in names))
-    assert statuses == [OK] * len(names), said
-    assert not loaded & {"torch", "transformers"}
-
-
 def test_results_go_below_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     fake = SimpleNamespace(emulate=lambda config, out, *_, **__: seen.append(out) or USER_ERROR)

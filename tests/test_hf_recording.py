@@ -17,14 +17,13 @@ from safetensors.torch import save_file as save_weights
 from test_recorded import tokens_of
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.families import shares
 from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.tail import keep_top_k_ahead
 from moe_ep_bench.workload.trace import TraceWriter, open_trace
 
 LENGTH, NUM = 16, 12
@@ -98,21 +97,6 @@ def test_choices_by_more_than_scores_stay_the_recorded_ones(family: str, text: P
     workload = RecordedWorkload([trace.path], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
     loads = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices.flatten().bincount(minlength=8)
     assert loads.tolist() == in_the_model(folder, text)[0].own_TE.sum(0).tolist()
-
-
-def test_what_ties_with_the_last_of_the_top_k_is_set_below_it() -> None:
-    """The scores of a router in bfloat16: torch.topk breaks its ties as it likes, and as the rows' number has it."""
-    logits_TE = torch.randn(2000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    full_TE = logits_TE.float().softmax(-1).numpy()
-    own_TK = logits_TE.topk(4, dim=-1).indices.numpy()
-    fourth_T, fifth_T = np.sort(full_TE, axis=1)[:, [-4, -5]].T
-    tied_T = fourth_T == fifth_T
-    assert tied_T.sum() > 20
-    kept = keep_top_k_ahead(own_TK, full_TE, RoutingContext(top_k=own_TK.shape[1]))
-    assert ((kept != full_TE).any(axis=1) == tied_T).all()
-    np.testing.assert_allclose(kept, full_TE, rtol=1e-5)
-    replayed_TE = torch.from_numpy(kept).log().softmax(-1)  # what a layer's router makes of them
-    assert np.array_equal(np.sort(replayed_TE.topk(4).indices.numpy()), np.sort(own_TK))
 
 
 def test_a_recording_that_is_cut_short_leaves_nothing_and_is_made_again(

@@ -25,7 +25,7 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
-from moe_ep_bench.models import ModelSpec, load_model, preset_of
+from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload.trace import open_trace
 
@@ -226,7 +226,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     assumed: list[str] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, decode)
-    preset = preset_of(options.model)
+    preset = options.model if options.model in ModelSpec.names() else None
     raw = {
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},

@@ -205,11 +205,6 @@ class ModelSpec(Preset):
         return self
 
     @property
-    def hub_id(self) -> str:
-        """A preset's model on Hugging Face, as ``source`` begins."""
-        return self.source.partition(" ")[0]
-
-    @property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that route, ascending; all others have a dense FFN."""
         return self.listed_moe_layers or tuple(range(self.first_dense_layers, self.num_layers))

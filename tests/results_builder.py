@@ -63,7 +63,7 @@ class FakeCase:
     looks_past_top_k: bool = False
     status: str = "ok"
     reason: str | None = None
-    phase_factors: Mapping[str, float] = field(default_factory=dict)  # of _WORK: so many times as long, on every rank
+    phase_factors: Mapping[str, float] = field(default_factory=dict)  # so many times as long, on every rank
 
     def __post_init__(self) -> None:
         gamma = self.params.get("capacity_factor")
@@ -225,7 +225,7 @@ def _columns(rows: list[dict[str, Any]], identity: Mapping[str, Any]) -> dict[st
 
 def _timing_rows(comparison: FakeComparison, case: FakeCase, generator: np.random.Generator) -> list[dict[str, Any]]:
     rows = []
-    longer = sum(_WORK[phase] * (times - 1) for phase, times in case.phase_factors.items())
+    longer = sum(_WORK.get(phase, 0) * (times - 1) for phase, times in case.phase_factors.items())
     of_launch = float(np.exp(comparison.launch_noise * generator.standard_normal()))
     for batch in range(comparison.num_batches):
         for iteration in range(comparison.num_iterations):

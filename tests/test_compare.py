@@ -198,6 +198,13 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
     assert "  5.7  " in row
 
 
+def test_the_whole_interval_excludes_a_loss(base, tmp_path):
+    new = run_of(tmp_path / "new", noise=0.1, seed=3)
+    _, cases = compared(base, new, None)
+    between = (max(cases[DROP]["time_ratio"], 1) + cases[DROP]["time_high"]) / 2 - 1
+    assert [compared(base, new, limit)[1][DROP]["outcome"] for limit in (between, 0.5)] == ["open", "passed"]
+
+
 # ---- conditions -----------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +216,10 @@ def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     assert verdicts(cases)[DROP] == "slower"
     assert statuses(change) == (1, 1)
     assert "conditions differ: driver 570.1 -> 580.2, experts te -> grouped\n" in compare_text(change)
+    run = json.loads((new / "run.json").read_text())
+    run["runs"]["stale"] = {**run["runs"]["r0"], "environment": {**changed, "driver": "1"}}  # it measured nothing
+    (new / "run.json").write_text(json.dumps(run))
+    assert compared(old, new)[0].differences == change.differences
     assert "driver" not in compared(base, new)[0].differences["c0"], "what one run did not write down differs from none"
 
 

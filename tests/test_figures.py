@@ -302,7 +302,8 @@ def test_waits_of_ranks_are_less_what_their_probes_cost(tmp_path: Path) -> None:
 
 def test_of_many_ranks_those_that_work_longest_under_native_are_shown(tmp_path: Path) -> None:
     sizes = {"num_ranks": 48, "num_experts": 48, "num_batches": 2, "num_iterations": 1}
-    run = store_of(tmp_path, FakeComparison(cases=[*native(again=False), drop(1.0, 1.5)], **sizes))
+    waiting = FakeCase("native", role="baseline", phase_factors={"wait_combine": 2.0})  # all but rank 0 wait
+    run = store_of(tmp_path, FakeComparison(cases=[waiting, drop(1.0, 1.5)], **sizes))
     drawing = drawn("ranks", run)
     assert 0 in set(drawing.rows["rank"])  # the others work less
     assert drawing.rows["rank"].nunique() == 12

@@ -226,6 +226,8 @@ def test_panels_of_one_quantity_have_one_axis(tmp_path: Path) -> None:
         panels = draw(figure, store).figure.axes
     assert len(panels) == 2
     assert len({axes.get_ylim() for axes in panels}) == 1
+    low, high = panels[0].get_ylim()
+    assert all(low < y < high for axes in panels for line in axes.lines for y in line.get_ydata())
 
 
 def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) -> None:

@@ -148,6 +148,11 @@ def test_without_baseline_or_noise_case_there_are_no_speedups_or_no_verdict(tmp_
     assert any("no noise floor" in line for line in lines_of(tmp_path / "b", cases=without))
 
 
+# Of two recordings a batch of 4,096 tokens takes 2,048 each.
+REPEATED = {"kind": "recorded", "description": "", "tail_model": None}
+REPEATED |= {"recording": {"model": "Tiny-MoE", "sources": [{"num_tokens": 600}, {"num_tokens": 2048}]}}
+
+
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
@@ -155,6 +160,7 @@ def test_without_baseline_or_noise_case_there_are_no_speedups_or_no_verdict(tmp_
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
+        ({"facts": {"workload": REPEATED}}, "takes 2,048 of it: it repeats them 3.41 times, so batches are alike"),
         ({"host_share": 0.97}, "launch-bound: in up to 100.0 %"),
         ({"conditions": {"warm_up": {"settled": False, "change": -0.08}}}, "did not settle: its last round took -8.0"),
         (

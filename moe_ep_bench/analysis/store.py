@@ -394,9 +394,8 @@ def _joined(members: Sequence[Read]) -> Read:
     cases = pd.concat(listed)
     if is_routed:
         cases = cases[cases.groupby("key")["key"].transform("size") == len(members)]
-    order = cases["key"].drop_duplicates()
-    cases = cases.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("key")
-    cases = cases.set_index("key").loc[order].reset_index()
+    cases = cases.sort_values("status", key=lambda status: status == "ok", kind="stable")
+    cases = cases.drop_duplicates("key", ignore_index=True)
     numbers = pd.Series(cases.index, cases["key"])[(cases["status"] == "ok").to_numpy()]
     joined_frames = {}
     for table, of_table in parts.items():

@@ -64,9 +64,8 @@ def drop(factor: float, speedup: float, **changes) -> FakeCase:
     return FakeCase("token_drop", speedup=speedup, **{**usual, **changes})
 
 
-def native(*, again: bool = True) -> list[FakeCase]:
-    noise = [FakeCase("native", role="noise", label="native again")] if again else []
-    return [FakeCase("native", role="baseline"), *noise]
+def native() -> list[FakeCase]:
+    return [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
 
 
 def eplb(spare: int, speedup: float = 1.2) -> FakeCase:

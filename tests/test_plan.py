@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from trace_files import write_trace
 
 from moe_ep_bench.bench.cases import REPLICATION
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
@@ -131,3 +132,25 @@ def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(tm
     (first, _) = plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
     with pytest.raises(UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1: peak_load: expected"):
         describe_timed_run(mock.Mock(), "run", [first])
+
+
+@pytest.mark.parametrize(
+    ("phases", "arrangement", "words"),
+    [
+        (("prefill", "prefill"), "sequences", "a + b, prefill, uniform tail, layer 1"),
+        (("decode", "prefill"), "sequences", "a + b, prefill, uniform tail, layer 1"),
+        (("decode", "decode"), "sequences", "a + b, decode, uniform tail, layer 1"),
+        (("prefill", "prefill"), "decode", "a + b, decode, uniform tail, layer 1"),
+    ],
+)
+def test_a_title_has_the_domains_of_recordings_and_their_phase(
+    phases: tuple[str, str], arrangement: str, words: str, tmp_path: Path
+) -> None:
+    shape = {"length_S": (16, 16), "num_experts": 64, "top_k": 6}
+    for name, phase in zip("ab", phases, strict=True):
+        write_trace(tmp_path / f"{name}.safetensors", **shape, phase=phase, domain=name)
+    workload = {"kind": "recorded", "trace": ["a.safetensors", "b.safetensors"], "layer": 1, "tail": "uniform"}
+    workload |= {"num_tokens": 4, "num_batches": 1, "arrangement": arrangement}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
+    (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
+    assert one.title == f"DeepSeek-V2-Lite x 0.03125, EP 4, 4 tokens (1 a rank), {words}"

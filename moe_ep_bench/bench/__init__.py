@@ -15,7 +15,7 @@
 after another side by side. ``route`` ends behind ``traffic``. Beside that path
 
 ``checks``            what a config asks for and a backend cannot do
-``description``, ``dry_run``  a comparison in a title, in ``run.json``, and before anything runs
+``description``, ``dry_run``  a comparison in ``run.json``, and before anything runs
 ``building``          config -> layer or model, and a pass of random tokens
 ``inspection``        what layers chose and computed, held against the reference
 ``replays``           cases as CUDA graphs

@@ -160,12 +160,10 @@ def workload_facts(comparison: Comparison) -> WorkloadFacts:
         some = comparison.rank_tokens[comparison.rank_tokens > 0]
         facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
     source = ""
-    if isinstance(config, SyntheticConfig) and config.skew not in PATTERNS:
+    if isinstance(config, SyntheticConfig):
         if config.skew_from is not None:
             source = f"synthetic, loads of layer {config.layer} counted in {config.skew_from.name}; "
-        elif preset is None:
-            facts["description"] += "; the skew is assumed: nothing was recorded of this model"
-        elif config.skew is not None:
+        elif config.skew is not None and config.skew not in PATTERNS:
             skew = config.calibration(preset)
             source = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); "
             facts["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}

@@ -323,7 +323,7 @@ def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[
     workloads, model = [one.workload for one in experiments], experiments[0].model.spec()
     lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
     is_decode = any(one.whole.context_length or one.workload.is_step for one in experiments)
-    of_one_token = any(one.request_tokens == 1 for one in workloads)
+    of_one_token = any(one.is_step and getattr(one, "tokens_per_request", 1) == 1 for one in workloads)
     kept: list[dict[str, Any]] = []
     left_out: dict[str, dict[str, None]] = {}
     for entry in _policies(model, bounds):

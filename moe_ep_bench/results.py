@@ -32,6 +32,8 @@ from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
+# From so many rows on they are written; small groups of rows would take more room than what is in them.
+_GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
 _CONDITIONS = b"conditions"
 
@@ -125,10 +127,14 @@ class RunDirectory:
         labelled = schema.with_metadata({**schema.metadata, **({_CONDITIONS: told} if told else {})})
         how = {"compression": "zstd", "write_page_checksum": True}
         with atomic_path(path) as temporary, pq.ParquetWriter(temporary, labelled, **how) as file:
-            if len(kept):
-                file.write_table(kept)
+            tables = [kept]
             for rows in cases:
-                file.write_table(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
+                tables.append(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
+                if sum(map(len, tables)) >= _GROUP_ROWS:
+                    file.write_table(pa.concat_tables(tables))
+                    tables.clear()
+            if tables:
+                file.write_table(pa.concat_tables(tables))
 
     def write_run(self, description: Mapping[str, Any], table: str = "samples") -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.

@@ -71,6 +71,7 @@ def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
 def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
     (one, _) = on(VIRTUAL, config)
     assert list(one.workloads) == ([None] if one.scope == "layer" else [1, 2])
+    assert {workload.or_chance for workload in one.workloads.values()} == {one.scope == "model"}
     for layer in one.workloads:
         fraction = 0 if layer is None else (layer - 1) / one.model.num_moe_layers
         context = one.context(layer, 1, torch.zeros(2, dtype=torch.int64), None)

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from moe_ep_bench.machine.monitor import MachineState
+from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import MODES
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
@@ -128,6 +129,7 @@ class TimedFacts(ComparisonFacts):
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
+    fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     whole: ModelExtent | None = None  # None = one layer was timed
     draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)

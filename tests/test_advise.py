@@ -109,6 +109,14 @@ def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path:
 
 
 MIXED = {"links": "modelled by links/h100-nvlink4, bandwidth x 2: x", "backend": "gloo", "scale": 0.125}
+
+
+def fit(expert_gb: int) -> dict[str, Any]:
+    none = dict.fromkeys(("other_weight_bytes", "cache_bytes", "row_bytes"), 0)
+    device = {"device": "h100-sxm", "device_bytes": 80e9, "dtype": "bfloat16", "ep_size": 2, "is_whole": True}
+    return {"fit": {**none, **device, "fitting_ep_size": 32, "expert_bytes": expert_gb * 10**9}}
+
+
 NONE_GAINS = "Keep native: no candidate within the bounds is significantly faster.\nThe fastest within the bounds is "
 LOST = [dataclasses.replace(references()[0], status="oom", reason="too big"), *references()[1:], USUAL[0]]
 ON_MODEL = {"mode": "emulated", "facts": MODELLED}
@@ -125,6 +133,10 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop gamma 2: ", ""),
     "memory": ((eplb(1.1),), {"memory": 3e9}, "Use EPLB, ", "nothing is dropped, 2.79 GiB more memory on each rank."),
+    "does not fit": (USUAL, {"facts": fit(163)}, "None: the model does not fit: 163 GB on each of 2 ranks", ""),
+    "replicas do not fit": (
+        (*USUAL, eplb(1.6)), {"facts": fit(78), "memory": 3e9}, "Use token_drop gamma 1.5", "2.8  does not fit",
+    ),
     "mixed machines": (
         (USUAL[0],), {"mode": "emulated", "facts": MIXED}, "",
         "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones)",
@@ -395,6 +407,15 @@ def test_a_config_becomes_a_question(name: str, tmp_path: Path) -> None:
     assert all(one.workload.num_batches >= 10 for one in question.experiments)
     assert "measure" not in yaml.safe_load(question.text)
     assert "token_drop" in candidates_of(question)[0]
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
+    question = asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4)
+    words = "does not fit: .* the smallest EP size on which it does is 32"
+    with pytest.raises(ValueError, match=f"^--ep, layer.ep_size: {words}$"):
+        question.check()
+    assert re.search(words, question.plan)
+    asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536, "--peak-load", 4).check()
 
 
 def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None:

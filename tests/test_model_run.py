@@ -16,6 +16,7 @@ from trace_files import write_trace
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.comparison import RANKS
+from moe_ep_bench.bench.description import held_here
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.runtime.exit_codes import OK
@@ -169,8 +170,14 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
         plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
 
 
-def test_more_layers_and_a_longer_context_are_other_comparisons(tmp_path: Path) -> None:
-    longer = {**DECODE, "whole__context_length": 41}
-    changed = ({"whole__num_layers": 4}, {"whole__num_layers": 5}, DECODE, longer)
-    made = [plan(write_config(tmp_path, **changes), [], RANKS, 2, on_cpu=True)[0] for changes in changed]
+def test_more_layers_and_a_longer_context_take_more_memory_and_are_other_comparisons(tmp_path: Path) -> None:
+    made = [
+        plan(write_config(tmp_path, **changes), [], RANKS, 2, on_cpu=True)[0]
+        for changes in (
+            {"whole__num_layers": 4}, {"whole__num_layers": 5}, DECODE, {**DECODE, "whole__context_length": 41}
+        )
+    ]  # fmt: skip
+    fewer, more, step, longer = (held_here(one) for one in made)
+    assert fewer["expert_bytes"] < more["expert_bytes"]
+    assert step["cache_bytes"] < longer["cache_bytes"]
     assert len({one.comparison_id for one in made}) == 4

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import yaml
 
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
+from moe_ep_bench.models.memory import Fit, Served
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
@@ -185,6 +187,59 @@ def test_a_preset_has_and_activates_the_published_parameters(name: str) -> None:
     assert (parameters - idle + embedding) / 1e9 == pytest.approx(billions, rel=0.025)
 
 
+# What a rank holds
+
+
+def held(model: ModelSpec, ep_size: int, tokens: int, context: int = 0, peak_load: float | None = None) -> dict:
+    """What each rank holds of a model in bf16, whose batch is ``tokens`` of each rank, three of each request."""
+    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 3, context, peak_load)
+    return rank.footprint(ep_size, ep_size)
+
+
+def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
+    """58 layers of 256 experts of 3 x 7168 x 2048 weights, and all else on every rank; two bytes each."""
+    model = load_model("deepseek-v3")
+    bytes_of = held(model, 8, 4096, context=9, peak_load=1.5)
+    assert bytes_of["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
+    assert bytes_of["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
+    cached = 4096 + 1366 * 9  # the batch, and what came before of each request, the last of which has fewer in it
+    assert bytes_of["cache_bytes"] == cached * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
+    assert bytes_of["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
+    most = held(model, 8, 4096, peak_load=99)
+    assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"
+    assert held(load_model("qwen3-235b-a22b"), 16, 1)["cache_bytes"] == 94 * 2 * 4 * 128 * 2
+
+
+def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
+    raw = {
+        "model": model,
+        "workload": {"kind": "synthetic", "num_tokens": 32768},
+        "policies": [{"name": "topk"}],
+        "whole": {"context_length": 0},
+        **keys,
+    }
+    (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
+    return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", 80e9)
+
+
+def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path: Path) -> None:
+    fit = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 8})
+    assert not fit.holds()
+    assert fit.words.startswith("does not fit: 203 GB on each of 8 ranks in bfloat16 (experts 163, other weights 3")
+    assert fit.words.endswith("h100-sxm has 80 GB; the smallest EP size on which it does is 32")
+    at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
+    assert (at_32.holds(), at_32.words) == (True, "")
+    assert not at_32.holds(80e9 - at_32.num_bytes + 1)
+    # A cache of 2,000,000 tokens a rank fits nowhere; more ranks share the requests.
+    step = {
+        "workload": {"kind": "synthetic", "num_tokens": 64, "sequence_length": 1},
+        "whole": {"context_length": 2_000_000},
+    }
+    long = deployment(tmp_path, {"preset": "qwen3-235b-a22b"}, layer={"ep_size": 32}, **step)
+    assert long.cache_bytes == 2 * 2_000_001 * 94 * 2 * 4 * 128 * 2
+    assert long.words.endswith("on no EP size it would")
+
+
 # What specs say
 
 
@@ -343,9 +398,12 @@ def test_routed_experts_may_have_a_width_of_their_own() -> None:
     narrow = wide.model_copy(update={"latent_size": wide.hidden_size // 4})
     assert 4 * narrow.expert_parameters == wide.expert_parameters
     latent = 2 * wide.hidden_size * wide.hidden_size // 4
-    assert narrow.latent_parameters - wide.latent_parameters == latent
+    assert narrow.other_parameters(4) - wide.other_parameters(4) == latent
     assert narrow.scaled(1 / 4).latent_size == wide.hidden_size // 16
     assert any("width of 1792" in sentence for sentence in narrow.departures)
+    of_wide, of_narrow = (held(model, 8, 64) for model in (wide, narrow))
+    assert of_narrow["expert_bytes"] * 4 == of_wide["expert_bytes"]
+    assert of_wide["row_bytes"] - of_narrow["row_bytes"] == 64 * 8 * 2 * 3 * wide.hidden_size * 2
     work = RankWork(4096, 4096 * 8, np.full(32, 1024))
     of = [layer_us(model, work) for model in (wide, narrow)]
     assert (of[0]["gate"], of[0]["shared"]) == (of[1]["gate"], of[1]["shared"])

@@ -225,7 +225,7 @@ def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> No
         pd.testing.assert_frame_equal(one.drop(columns="run_id"), two.drop(columns="run_id"))
 
 
-def test_a_dry_run_tells_cases_and_iterations_of_a_sweeps_points_and_runs_nothing(
+def test_a_dry_run_tells_cases_and_memory_of_a_sweeps_points_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
@@ -235,7 +235,8 @@ def test_a_dry_run_tells_cases_and_iterations_of_a_sweeps_points_and_runs_nothin
     asked = ["run", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]
     assert main([*asked, "--point", "2"]) == OK
     printed = capsys.readouterr().out
-    assert printed.endswith("  105 iterations\n"), "7 cases, 3 batches: a check, a warm-up, 2 plain, 1 broken down"
+    assert printed.count("GiB of activations a rank") == 1
+    assert printed.endswith("; 105 iterations\n"), "7 cases, 3 batches: a check, a warm-up, 2 plain, 1 broken down"
     assert "peak load 5" in printed
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     for wrong in ("4", "-1"):
@@ -258,4 +259,4 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
         monkeypatch.setattr(torch.cuda, name, refused)
     monkeypatch.setattr(torch, "mm", refused)
     assert main([command, str(config), *(["--nproc", "2"] if command == "run" else []), "--dry-run"]) == OK
-    assert " iterations\n" in capsys.readouterr().out
+    assert "GiB of activations a rank" in capsys.readouterr().out

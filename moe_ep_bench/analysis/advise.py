@@ -26,12 +26,13 @@ from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.files import write_text
+from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
 
 ADVICE = "advice.txt"
 # What a candidate is that may not be picked, in place of its verdict.
-OUT_OF_BOUNDS = "out of bounds"
+OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
 # Shares are sums of float32.
 _DIGITS = 6
@@ -64,7 +65,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     several = (logs.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOTHING_RAN))
     rows = rows.assign(
         at=[_place(row) for row in rows.to_dict("records")],
-        standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS),
+        standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
         log_speed=logs.mean(axis=1),
         least=np.exp(logs.min(axis=1)).where(several),
         most=np.exp(logs.max(axis=1)).where(several),
@@ -162,16 +163,19 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
     """What to do with one comparison's traffic: the pick with its gain, what it costs, and what it makes of a pass."""
     if rows["is_pick"].any():
         return _said(rows[rows["is_pick"]].iloc[0], about, native)
+    fit, is_faster = about["facts"].get("fit"), rows["standing"].eq("faster").any()
     words = "Keep native: no candidate within the bounds is significantly faster"
     if native["status"] != "ok":
         words = "Inconclusive: the baseline was not measured, so there are no speedups"
+    elif fit is not None and not Fit(**fit).holds():
+        words = f"None: the model {Fit(**fit).words}"
     elif about["oversubscribed"]:
         words = f"Inconclusive: {OVERSUBSCRIBED}"
     elif len(rows) and not rows["speedup_is_interval"].eq(True).any():
         words = f"Inconclusive: {FEW_BATCHES}"
-    elif rows["standing"].eq("faster").any():
+    elif is_faster:
         words = "Keep native: none is significantly faster on draws that did not choose it"
-    best = rows[rows["standing"] != OUT_OF_BOUNDS].sort_values("speedup_median").tail(1)
+    best = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median").tail(1)
     fastest = "The fastest within the bounds is {0.label}: {0.speedup_median:.3f} times native ({0.verdict})."
     return [f"{words}.", *map(fastest.format, best.itertuples())]
 
@@ -242,7 +246,7 @@ def _skew(facts: Row) -> str:
 def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
     """The five best that may be picked, the fastest that may not, and of the others the one that loses most time."""
     by_speed = rows.sort_values(["is_pick", "speedup_median"], ascending=False)
-    is_barred = by_speed["standing"] == OUT_OF_BOUNDS
+    is_barred = by_speed["standing"].isin(_BARRED)
     chosen = pd.concat([by_speed[~is_barred].head(_BEST), by_speed[is_barred].head(1), by_speed.tail(1)])
     return rows[rows.index.isin(chosen.index)]
 
@@ -251,7 +255,7 @@ def _table(rows: pd.DataFrame, title: str) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
     rows = rows.assign(
         label=short_labels(rows["label"]),
-        is_barred=rows["standing"] == OUT_OF_BOUNDS,
+        is_barred=rows["standing"].isin(_BARRED),
         extra_gib_per_rank=rows["extra_gib_per_rank"].astype(float),
         standing=rows["standing"].replace(BELOW_MODEL, "below model"),
     ).sort_values(["is_pick", "is_barred", "log_speed"], ascending=[False, True, False])
@@ -277,6 +281,7 @@ def _notes(
     if question is not None:
         yield from (f"assumed: {words}" for words in question.assumed)
         yield from (f"left out: {words}" for words in question.left_out)
+        yield from question.cautions
     yield from (words for words in about["how"].unique() if "MIXED" in words)
     picks, many = rows[rows["is_pick"]], rows.groupby("comparison_id").size().max() > 1
     for row in picks[picks["chosen_by"] < picks["num_draws"]].itertuples():

@@ -100,8 +100,8 @@ def cases(store: Store) -> pd.DataFrame:
 
     Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON),
     ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``data_model``,
-    ``extra_gib_per_rank``; ``family``, the policy with every parameter but the capacity factor; ``family_label``, the
-    same for people); ``reduce.ROUTED`` and ``output_error``;
+    ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
+    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
     ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
     (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
     that would be called; ``host_bound_share``; ``drift``; ``reduce.breakdown``; ``probe_overhead``; of layers
@@ -150,7 +150,7 @@ def _listed(store: Store) -> pd.DataFrame:
 
 
 def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
-    facts = case.facts
+    facts, fit = case.facts, getattr(comparison.facts, "fit", None)
     factor, is_policy = facts.policy_params.get("capacity_factor"), facts.role == "policy"
     return {
         **values_of("", comparison, COMPARISON),
@@ -162,6 +162,7 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
         "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
         "family": _family(facts.policy, facts.policy_params) if is_policy else None,
         "family_label": _family_label(facts.policy, facts.label) if is_policy else None,
+        "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
         "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()),
     }
 

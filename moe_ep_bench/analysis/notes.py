@@ -216,6 +216,7 @@ WARNINGS = (
         "native was not measured a second time, so there is no noise floor and no verdict",
     ),
     Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED),
+    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}"),
     Note(
         _ALL,
         _tail,

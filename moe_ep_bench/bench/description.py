@@ -1,4 +1,7 @@
-"""What ``run.json`` says of comparisons, in the types by which it is read (``facts``)."""
+"""What ``run.json`` says of comparisons and cases, in the types by which it is read (``facts``).
+
+Needs no torch but on ranks, for which a dry run does not wait.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from moe_ep_bench.bench import checks
-from moe_ep_bench.bench.checks import MODELLED
+from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.config import Experiment, SyntheticConfig
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, TimedFacts
@@ -19,6 +23,8 @@ from moe_ep_bench.facts import Workload as WorkloadFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.models.memory import Fit, Served
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
 from moe_ep_bench.workload.skews import PATTERNS
@@ -113,7 +119,7 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
     if comparison.scope == "model":
         facts["whole"] = ModelExtent(num_layers=comparison.num_layers, of_layers=model.num_layers)
     if comparison.links is not None:
-        facts["links"] = comparison.links.describe()
+        facts |= {"links": comparison.links.describe(), "fit": fit_of(comparison)}
     if comparison.backend == MODELLED:
         facts["device"] = device_words(comparison)
         if comparison.scope == "layer":
@@ -191,3 +197,38 @@ def rest_of(comparison: Comparison) -> Rest:
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
     return Rest(us_per_moe_layer=slowest_us / model.num_moe_layers, num_moe_layers=model.num_moe_layers)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def served(experiment: Experiment) -> Served:
+    """The config's model as it is served."""
+    workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
+    return Served(
+        experiment.model.spec(),
+        experiment.layer.dtype,
+        precision.hidden_bytes,
+        precision.weight_bytes,
+        workload.total_tokens,
+        workload.request_tokens,
+        experiment.whole.context_length,
+        getattr(workload, "peak_load", None),
+    )
+
+
+def fit_of(comparison: Comparison) -> Fit | None:
+    """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
+    model, device = served(comparison.experiment), comparison.device
+    if device is not None:
+        return model.fit(comparison.ep_size, device.name, device.memory_gb * 1e9)
+    if comparison.backend != VIRTUAL or not comparison.on_gpu:
+        return None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return model.fit(comparison.ep_size, gpu.name, gpu.total_memory)
+
+
+def held_here(comparison: Comparison) -> dict[str, int]:
+    """Bytes on a rank, roughly, of the layer or the layers that are built here, by the names of ``Fit``."""
+    built = 0 if comparison.scope == "layer" else comparison.experiment.whole.num_layers
+    return served(comparison.experiment).footprint(comparison.world_size, comparison.ep_size, built)

@@ -1,4 +1,4 @@
-"""``--dry-run`` of ``run``, ``emulate`` and ``route``: cases and iterations to expect; nothing runs.
+"""``--dry-run`` of ``run``, ``emulate`` and ``route``: cases, memory and iterations to expect; nothing runs.
 
 Needs no torch where there is no GPU: the plan of a sweep is printed before torch would be imported.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, Comparison
-from moe_ep_bench.bench.description import device_words, workload_facts
+from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.runtime.exit_codes import OK
 
@@ -38,7 +38,10 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         kernel = comparison.kernel_of(case) if backend == RANKS else None
         yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
     if backend == MODELLED:
-        yield f"{device_words(comparison)}: nothing is run"
+        fit = fit_of(comparison)
+        yield "; ".join([*([fit.words] if fit and fit.words else []), f"{device_words(comparison)}: nothing is run"])
     elif backend != ROUTING:
+        sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
+        weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
         number = comparison.iterations_per_case * len(comparison.cases) * comparison.experiment.measure.launches
-        yield f"{number:,} iterations"
+        yield f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank; {number:,} iterations"

@@ -19,6 +19,7 @@ import yaml
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import is_drawn
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
@@ -92,18 +93,31 @@ class Question:
         return self.out / CONFIG_NAME
 
     @property
+    def cautions(self) -> tuple[str, ...]:
+        """Where the model does not fit; a line each."""
+        return tuple(dict.fromkeys(filter(None, self._lacking)))
+
+    @property
+    def _lacking(self) -> list[str]:
+        """Of each point why the model does not fit the device on so many ranks; empty where it does."""
+        points = [(one, one.virtual_ranks, load_device(one.emulate.device)) for one in self.experiments]
+        return [served(one).fit(ranks, device.name, device.memory_gb * 1e9).words for one, ranks, device in points]
+
+    @property
     def plan(self) -> str:
         """What is assumed and left out, and the config with candidates and traffic."""
         notes = [f"assumed: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
         where = f"config: {self.config} (not written)"
-        return "\n".join([*notes, where, "", self.text.rstrip()])
+        return "\n".join([*notes, *self.cautions, where, "", self.text.rstrip()])
 
     def check(self) -> None:
-        """Refuse a directory with results of another question.
+        """Refuse a model that fits on none of the asked EP sizes, and a directory with results of another question.
 
         Raises:
-            ValueError: one line that names the directory.
+            ValueError: one line that says how much it lacks, or names the directory.
         """
+        if all(lacking := self._lacking):
+            raise UserError(f"--ep, layer.ep_size: {lacking[0]}")
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
             raise UserError(f"--out {self.out}: holds results of another question; expected another directory")

@@ -39,7 +39,7 @@ _SHARED = {
 _COMMANDS = """
 run  time an expert-parallel layer or model on real ranks, which it starts
   @config
-  --dry-run  print cases and iterations to expect; run nothing
+  --dry-run  print cases, memory and iterations to expect; run nothing
   --list-points  print the points of the sweep, one per line, and end (with --cpu: of the CPU)
   --point I  run one point of --list-points, from 0; other jobs may run the others
   --launch I  under torchrun: which of measure.launches, from 0

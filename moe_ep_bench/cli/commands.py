@@ -195,6 +195,8 @@ def _advise(options: Namespace) -> int:
         print(question.plan)
         return OK
     question.check()
+    for line in question.cautions:
+        print(f"moe-ep-bench: {line}", file=sys.stderr, flush=True)
     status = question.model(force=options.force)
 
     def report() -> str:

@@ -133,6 +133,11 @@ class SyntheticConfig(_Workload):
         return self.sequence_length == 1
 
     @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.sequence_length
+
+    @property
     def is_unskewed(self) -> bool:
         """No key says how busy experts are."""
         return self.skew is None and self.skew_from is None and self.peak_load is None
@@ -205,6 +210,11 @@ class RecordedConfig(_Workload):
     def is_step(self) -> bool:
         """A batch is a step of requests that decode."""
         return self.arrangement == "decode"
+
+    @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.tokens_per_request if self.is_step else None
 
     @property
     def tail_words(self) -> str:

@@ -257,23 +257,29 @@ class ModelSpec(Preset):
         """Weights of a layer's projections into and out of ``latent_size``."""
         return 2 * self.hidden_size * (self.latent_size or 0)
 
-    @property
-    def num_parameters(self) -> int | None:
-        """Weights of the whole language model, by which presets are held against what is published of them.
+    def other_parameters(self, num_layers: int | None = None) -> int | None:
+        """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
 
         None for a shard, or where attention, vocabulary or dense FFN is not stated.
         """
         dense_known = self.dense_ffn_hidden_size > 0 or self.num_moe_layers == self.num_layers
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
-        hidden, num_moe = self.hidden_size, self.num_moe_layers
+        hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
         shared = self.expert_matrices * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        shared += self.latent_parameters
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
-        moe = router + shared + self.latent_parameters + self.num_experts * self.expert_parameters
-        ffn = num_moe * moe + (self.num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
+        num_moe = sum(layer < num_layers for layer in self.moe_layers)
+        ffn = num_moe * (router + shared) + (num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
-        return embeddings + self.num_layers * block + ffn + hidden
+        return embeddings + num_layers * block + ffn + hidden
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None where ``other_parameters`` is."""
+        others = self.other_parameters()
+        return others and others + self.num_moe_layers * self.num_experts * self.expert_parameters
 
     def sharded(self, tensor_parallel: int) -> ModelSpec:
         """Return one rank's shard of so many: the FFN of routed and shared experts is cut.

@@ -1,0 +1,132 @@
+"""Estimate what one rank of a served model holds in memory, and whether that fits a device.
+
+Attention is data-parallel and experts are expert-parallel: attention, dense layers, shared experts, routers, norms and
+embeddings lie whole on every rank; routed experts, and spare slots for replicas, are dealt out. A rank holds the cache
+of its own tokens as engines do: keys and values, or the latent that they are made from. Beside these lie the rows of
+one MoE layer on the fullest rank. What libraries and allocators take is not counted: a GPU sold with 80 GB has 85.5e9
+bytes, of which the 80e9 that are counted leave some for them.
+
+The same formula says what a layer or a model takes that is built here: no more than an estimate, which refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+
+from moe_ep_bench.models.spec import ModelSpec
+
+# Of the fullest rank over the mean, where no workload says more.
+USUAL_PEAK = 2.0
+
+
+class Fit(BaseModel):
+    """Bytes on each rank of a deployment beside those of its device; as ``run.json`` has it.
+
+    Attributes:
+        is_whole: all is counted; False where a model states neither attention nor vocabulary: experts alone are.
+        fitting_ep_size: the fewest ranks, dividing the experts, on which it fits; None = on none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    device: str
+    device_bytes: PositiveFloat
+    dtype: str
+    ep_size: PositiveInt
+    expert_bytes: NonNegativeInt
+    other_weight_bytes: NonNegativeInt
+    cache_bytes: NonNegativeInt
+    row_bytes: NonNegativeInt
+    is_whole: bool
+    fitting_ep_size: PositiveInt | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.expert_bytes + self.other_weight_bytes + self.cache_bytes + self.row_bytes
+
+    def holds(self, extra_bytes: float = 0.0) -> bool:
+        """Whether a rank's device holds it all, and ``extra_bytes`` beside it."""
+        return self.num_bytes + extra_bytes <= self.device_bytes
+
+    @property
+    def words(self) -> str:
+        """That it does not fit, by how much, and where it would; empty where it fits."""
+        if self.holds():
+            return ""
+        names = ("experts", "other weights", "cache", "rows of a layer")
+        sizes = (self.expert_bytes, self.other_weight_bytes, self.cache_bytes, self.row_bytes)
+        listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in zip(names, sizes, strict=True) if size >= 5e7)
+        size = self.fitting_ep_size
+        at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
+        return (
+            f"does not fit: {'' if self.is_whole else 'at least '}{self.num_bytes / 1e9:.3g} GB on each of "
+            f"{self.ep_size} ranks in {self.dtype} ({listed}), {self.device} has {self.device_bytes / 1e9:.3g} GB; {at}"
+        )
+
+
+class Served(NamedTuple):
+    """A model as it is served, on any number of ranks.
+
+    Attributes:
+        dtype: of weights and activations.
+        value_bytes: of a weight, and of a cached value; ``expert_value_bytes`` of an expert's weight, scales included.
+        total_tokens: tokens of a batch, by the number of ranks.
+        request_tokens: of a batch; None = whole prompts.
+        context_length: tokens of each request that came before the batch.
+        peak_load: of the fullest rank over the mean; None = ``USUAL_PEAK``.
+    """
+
+    model: ModelSpec
+    dtype: str
+    value_bytes: int
+    expert_value_bytes: float
+    total_tokens: Callable[[int], int]
+    request_tokens: int | None
+    context_length: int
+    peak_load: float | None
+
+    def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
+        """Bytes on each of ``num_ranks`` ranks, by the names of ``Fit``.
+
+        Args:
+            num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
+        """
+        model = self.model
+        tokens = -(-self.total_tokens(num_ranks) // num_ranks)
+        # Pairs of the fullest rank, as if its hot experts lay together: permuted twice, and inside the FFN.
+        pairs = int(tokens * model.top_k * min(self.peak_load or USUAL_PEAK, ep_size))
+        rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
+        if num_layers == 0:
+            num_moe, cached = 1, 0
+            others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
+            others += model.latent_parameters
+        else:
+            num_layers = num_layers or model.num_layers
+            num_moe = sum(layer < num_layers for layer in model.moe_layers)
+            others = model.other_parameters(num_layers) or 0
+            requests = -(-tokens // self.request_tokens) if self.request_tokens else 0
+            cached_tokens = tokens + requests * self.context_length
+            cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
+        return {
+            "expert_bytes": round(
+                model.num_experts // ep_size * model.expert_parameters * num_moe * self.expert_value_bytes
+            ),
+            "other_weight_bytes": others * self.value_bytes,
+            "cache_bytes": cached * self.value_bytes,
+            "row_bytes": rows * self.value_bytes,
+        }
+
+    def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:
+        """What each rank of the whole model holds, and the fewest ranks that hold it: the same batch on more."""
+        facts = {"device": device, "device_bytes": device_bytes, "dtype": self.dtype}
+        facts["is_whole"] = self.model.other_parameters() is not None
+
+        def on(size: int) -> Fit:
+            return Fit(**facts, ep_size=size, **self.footprint(size, size))
+
+        larger = (size for size in range(ep_size, self.model.num_experts + 1) if self.model.num_experts % size == 0)
+        fitting = next((size for size in larger if on(size).holds()), None)
+        return on(ep_size).model_copy(update={"fitting_ep_size": fitting})

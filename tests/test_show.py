@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -13,7 +14,7 @@ from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text,
 from whole_builder import write_whole
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.notes import notes, warnings
+from moe_ep_bench.analysis.notes import _native_differs, notes, warnings
 from moe_ep_bench.analysis.render import JSON_VERSION, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.tables import VIEWS, table_of
@@ -136,6 +137,21 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
     assert all(line.startswith(f"{begin}: ") for begin, line in zip(begins, found, strict=False))
     told = [line.strip() for line in end_of_run(tmp_path).splitlines() if "warning: " in line]
     assert all(line.startswith(f"warning: {begin}: ") for begin, line in zip(begins[:3], told, strict=True))
+
+
+def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
+    assert not any("unaccounted for" in line for line in lines_of(tmp_path / "aim", cases=standard_cases()[2:]))
+    monkeypatch.setattr("moe_ep_bench.analysis.notes.MAX_UNACCOUNTED", 0.005)  # Runs that are made up leave 1 %.
+    assert any("unaccounted for" in line for line in lines_of(tmp_path / "less", cases=standard_cases()[2:]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_interval", "differs"),
+    [(1.01, 1.1, True, True), (0.9, 0.99, True, True), (0.9, 1.1, True, False), (1.01, 1.1, False, False)],
+)
+def test_native_that_differs_from_itself_is_warned_of(low: float, high: float, is_interval: bool, differs: bool):
+    noise = pd.DataFrame({"speedup_low": [low], "speedup_high": [high], "speedup_is_interval": [is_interval]})
+    assert _native_differs(SimpleNamespace(of=lambda role: noise)) == differs
 
 
 # ---- what has to be known --------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.machine.monitor import disturbances
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
-# Aim of the timing protocol: above it a breakdown is told apart from what it breaks down.
+# Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
+MAX_UNACCOUNTED = 0.01
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
@@ -93,6 +94,12 @@ def _detectable(about: About) -> tuple | None:
 def _chance(about: About) -> list[str]:
     judged = about.rows[~about.rows["role"].isin(["baseline", "noise"]) & about.rows["floor_low"].notna()]
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
+
+
+def _native_differs(about: About) -> bool:
+    noise = about.of("noise")
+    differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
+    return (differs & noise["speedup_is_interval"].eq(True)).any()
 
 
 def _host_bound(about: About) -> float | None:
@@ -204,6 +211,11 @@ WARNINGS = (
     ),
     Note(
         _TIMED,
+        _native_differs,
+        "native differs from itself: something drifts with the order of cases; the floor covers it",
+    ),
+    Note(
+        _TIMED,
         _host_bound,
         "launch-bound: in up to {:.1f} % of a case's iterations the host issued work until the end; its time is the "
         "host's, not the device's",
@@ -226,6 +238,11 @@ WARNINGS = (
         _TIMED,
         lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
         "simpler than {}'s: {}",
+    ),
+    Note(
+        _TIMED,
+        lambda about: about.most("breakdown_unaccounted_share") > MAX_UNACCOUNTED,
+        f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
     ),
     Note(
         _TIMED,

@@ -17,20 +17,21 @@ from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
 from moe_ep_bench.timing.protocol import find_waiting
-from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, PhaseRecorder, Stopwatch
+from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, PhaseRecorder, Stopwatch, timed
 
 
 class Machine:
     """A host that issues runs, and a device that is held and runs them, each with a time of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock_ghz: float = 2.0) -> None:
         self.host, self.device, self.held, self.free_at = HandClock(), HandClock(), [], 0.0
+        self.clock_ghz = clock_ghz
         monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.host.now * 1000))
         monkeypatch.setattr(self.device, "hold", self._hold)
 
     def _hold(self, hold_us: float) -> float:
         self.held.append(hold_us)
-        self.free_at = self.host.now + hold_us
+        self.free_at = self.host.now + hold_us * 2.0 / self.clock_ghz
         return hold_us
 
     def case(self, case_id: str, issued_us: float, takes_us: float, *, waits: bool = False) -> FixedCase:
@@ -65,15 +66,18 @@ CASES = [
 ]
 
 
-def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch)
+@pytest.mark.parametrize("clock_ghz", [1.2, 2.0, 2.9])
+def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(
+    clock_ghz: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, clock_ghz)
     cases = [machine.case(name, issued_us, takes_us, waits=waits) for name, issued_us, takes_us, waits in CASES]
 
     def found(slowest: Callable[[np.ndarray], np.ndarray]) -> frozenset[str]:
         return find_waiting(cases, machine.device, lambda: None, slowest, lambda case_id: None)
 
     assert found(lambda beyond_us_C: beyond_us_C) == {"waits for its device"}
-    other_rank_C = np.array([0.0, 0.0, 30.0, 0.0, 0.0, 0.0])
+    other_rank_C = np.array([-9.0, -9.0, 30.0, -9.0, -9.0, -9.0])
     expected = {"waits for its device", "decode, replayed"}
     assert found(lambda beyond_us_C: np.maximum(beyond_us_C, other_rank_C)) == expected
 
@@ -93,6 +97,14 @@ def test_the_slower_of_host_and_device_sets_the_pace(
     assert times[UNACCOUNTED] == times[TOTAL], "no phase was entered"
     if not waits:
         assert times[HOST] == issued_us
+
+
+def test_without_a_hold_the_host_sets_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the CPU, where what the host does is the work."""
+    machine = Machine(monkeypatch)
+    case = machine.case("decode", 400, 200)
+    times = timed(case.run, PhaseRecorder(machine.device), hold_us=0.0, paced=True)
+    assert (times[HOST], times[TOTAL]) == (400, 200)
 
 
 def test_a_host_that_waits_on_one_virtual_rank_paces_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,15 @@ def test_a_batch_wide_policy_meets_after_the_models_own_top_k() -> None:
     assert (legs[0]["policy"], legs[1]["policy"]) == pytest.approx((0.4, 0))
 
 
+def test_a_balancer_solves_once_all_counts_are_known() -> None:
+    plain, solved = (legs_of_work(solving_us=solving_us) for solving_us in (0.0, 100.0))
+    assert plain[1] == solved[1]
+    behind = solved[1].index("wait_metadata") + 1
+    assert [
+        leg.get("policy", 0.0) - before.get("policy", 0.0) for leg, before in zip(solved[0], plain[0], strict=True)
+    ] == [100.0 * (place == behind) for place in range(len(plain[0]))]
+
+
 def test_the_four_permutations_by_hand() -> None:
     # Rows of 2000 bytes. Gathered: 2 x 2000 rows. Sorted and put back: 2 x 4000 rows each. Summed: 2000 + 1000 rows.
     legs, _ = legs_of_work()

@@ -46,6 +46,11 @@ def test_a_named_skew_says_what_it_was_calibrated_to(skew: str, tmp_path: Path) 
         assert "recorded from" not in described.description
 
 
+def test_a_title_names_whose_skew_it_is_where_it_is_another_models(tmp_path: Path) -> None:
+    own = comparison(tmp_path, workload={"skew": "single_domain"})
+    assert own.title.endswith(", single domain")
+
+
 @pytest.mark.parametrize("ep_size", [2, 4, 8, 16])
 def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_others(
     ep_size: int, tmp_path: Path

@@ -205,8 +205,8 @@ class Comparison:
             domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
             words = f"{domains}, {'decode' if decoded or config.is_step else 'prefill'}, {config.tail_words}"
         elif config.skew is not None:
-            of = "" if config.skew in PATTERNS else f" skew of {config.calibration(preset).of}"
-            words = config.skew.replace("_", " ") + of
+            of = None if config.skew in PATTERNS else config.calibration(preset).of  # None: the model's own
+            words = config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
         elif config.skew_from is not None:
             words = f"loads of layer {config.layer} of {config.skew_from.name}"
         else:

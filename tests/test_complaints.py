@@ -54,8 +54,14 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     for module in (cli, commands):
         monkeypatch.setattr(module, "end_output", lambda: None)
     report = raising(BrokenPipeError(errno.EPIPE, "x"))
-    monkeypatch.setitem(cli.COMMANDS, "show", report)
-    assert cli.main(["show", "results"]) == OK
+    for command in (
+        ["show", "results"],
+        ["papers"],
+        ["run", "c.yaml", "--dry-run"],
+        ["run", "c.yaml", "--list-points"],
+    ):
+        monkeypatch.setitem(cli.COMMANDS, command[0], report)
+        assert cli.main(command) == OK
     # Nor does it change how the measuring before went.
     monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: shown(CASES_FAILED, lambda: report(options)))
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED

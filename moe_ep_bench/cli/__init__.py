@@ -19,7 +19,7 @@ from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-_MEASURING = ("run", "emulate", "validate", "papers", "calibrate")  # what others print is all that they do
+_MEASURING = ("run", "emulate", "validate", "papers", "calibrate")
 _MOST_CHARACTERS = 1500  # of an error's line; values in it are cut much earlier
 # The last two: what libraries raise of a file that is not what it should be; the file is the user's.
 _MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
@@ -45,10 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and options.command not in _MEASURING:
+        if isinstance(error, BrokenPipeError) and _only_prints(options):
             end_output()
             return OK
         return _complain(error)
+
+
+def _only_prints(options: argparse.Namespace) -> bool:
+    """Whether what the command prints is all that it does."""
+    measures = options.command in _MEASURING and getattr(options, "config", "") is not None
+    return not measures or any(getattr(options, name, False) for name in ("dry_run", "list_points"))
 
 
 def _complain(error: Exception) -> int:

@@ -294,7 +294,7 @@ def combine(rows_ND: Tensor, map_TL: Tensor) -> Tensor:
 def decode_experts(
     hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
 ) -> Tensor:
-    """``decode_experts.decode_experts`` in three launches and with no sync.
+    """``experts.decode_experts`` in three launches and with no sync.
 
     Any map will do: a token may take none of these experts or all of them. Device memory for T x L pairs is set
     aside (T x L x (D + F) values), but only rows of pairs are touched.

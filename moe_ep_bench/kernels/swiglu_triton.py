@@ -27,7 +27,7 @@ def _kernel(gate_up_ptr, weights_ptr, out_ptr, ffn_size, COLUMNS: tl.constexpr):
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, weights_N: Tensor) -> Tensor:
-    """See ``swiglu.weighted_swiglu``."""
+    """See ``experts.weighted_swiglu``."""
     num_rows, width = gate_up_N2F.shape
     ffn_size = width // 2
     out_NF = torch.empty(num_rows, ffn_size, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)

@@ -34,11 +34,19 @@ class Machine:
         self.free_at = self.host.now + hold_us * 2.0 / self.clock_ghz
         return hold_us
 
-    def case(self, case_id: str, issued_us: float, takes_us: float, *, waits: bool = False) -> FixedCase:
-        """``waits``: when all is issued but the last launch, the host waits until the device has done what it has."""
+    def case(
+        self, case_id: str, issued_us: float, takes_us: float, *, waits: bool = False, fills: bool = False
+    ) -> FixedCase:
+        """``waits``: when all is issued but the last launch, the host waits until the device has done what it has.
+
+        ``fills``: the device queues half of the launches; before the others it has to begin.
+        """
 
         def run() -> None:
-            self.host.now += issued_us
+            self.host.now += issued_us / 2
+            if fills:
+                self.host.now = max(self.host.now, self.free_at)
+            self.host.now += issued_us / 2
             if waits:
                 self.host.now = max(self.host.now, self.free_at + takes_us)
             self.device.now += takes_us
@@ -80,6 +88,13 @@ def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(
     other_rank_C = np.array([-9.0, -9.0, 30.0, -9.0, -9.0, -9.0])
     expected = {"waits for its device", "decode, replayed"}
     assert found(lambda beyond_us_C: np.maximum(beyond_us_C, other_rank_C)) == expected
+
+
+def test_a_slow_host_waits_for_no_device_that_cannot_queue_all_of_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    cases = [machine.case("1,600 launches", 11_000, 4_000, fills=True), machine.case("layer", 400, 1000, waits=True)]
+    waiting = find_waiting(cases, machine.device, lambda: None, lambda beyond_us_C: beyond_us_C, lambda case_id: None)
+    assert waiting == {"layer"}
 
 
 @pytest.mark.parametrize(("name", "issued_us", "takes_us", "waits"), CASES)

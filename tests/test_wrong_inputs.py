@@ -104,7 +104,8 @@ COMMANDS = {
     "advise CONFIG --ep 4": "--ep: expected none with a config",
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: [Errno 2] No such file",
     f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
-    f"{RECORD} --sequence-length 0": "expected at least 1, got 0",
+    f"{RECORD} --sequence-length 0": "--sequence-length: expected at least 1, got 0",
+    f"{RECORD} --num-sequences 0": "--num-sequences: expected at least 1, got 0",
     **{
         f"quality quality.yaml --set '{change}'": words
         for change, words in {

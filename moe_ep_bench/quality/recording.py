@@ -62,8 +62,9 @@ def record(
     Raises:
         ValueError: one line that names the file and what is wrong.
     """
-    if min(sequence_length, num_sequences or 1) < 1:
-        raise UserError(f"--sequence-length, --num-sequences: expected at least 1, got {sequence_length}")
+    for option, value in (("--sequence-length", sequence_length), ("--num-sequences", num_sequences)):
+        if value is not None and value < 1:
+            raise UserError(f"{option}: expected at least 1, got {value}")
     for path in (out, similarity):
         if path is not None:
             check_folder(path.parent, "the folder")

@@ -91,6 +91,7 @@ COMMANDS = {
     ),
     f"run CONFIG --nproc 2 --set 'policies=[{LASER}]'": "c: expected 8 (top_k) to 64",
     f"run CONFIG --set 'workload={{{RECORDED}, trace: no.safetensors, layer: 0}}'": "no.safetensors",
+    "route CONFIG --set workload.num_tokens=10000000000000": "workload.num_tokens: expected a batch of at most ",
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",
     "run CONFIG --launch 1 --dry-run": "--launch: only for ranks that torchrun started",
     f"route CONFIG --set 'policies=[{IMAGES}]'": "workload.image_share assumes images",

@@ -44,6 +44,7 @@ CHANGES = {
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: the config has no such place",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
     "on_cpu=3": "--set on_cpu=3: expected sweep.KEY=[values], or KEY=value for one value alone",
+    "measure.timeout_s=1.0e+11": "measure.timeout_s: expected less than or equal to 1000000000",
     "measure.iterations=1": "measure: breakdown_iterations: expected at most iterations=1, got 2",
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",

@@ -260,7 +260,7 @@ class MeasureConfig(Strict):
     """Runs of the whole process, on the same batches."""
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
-    timeout_s: float = Field(300, gt=0)
+    timeout_s: float = Field(300, gt=0, le=1e9)
     """Time limit of every iteration and every rendezvous."""
 
     @model_validator(mode="after")

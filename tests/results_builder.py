@@ -209,6 +209,7 @@ def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
     return {
         "run_id": f"r{launch}",
         "warm_up": {"rounds": 3, "change": 0.01, "settled": True, **comparison.conditions.get("warm_up", {})},
+        "waiting": comparison.conditions.get("waiting"),
         "ranks": [rank] * comparison.num_ranks,
     }
 

@@ -108,10 +108,10 @@ def hidden_files(root: Path) -> list[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 200 KB, which holds one comparison of three."""
+    """A disk of 120 KB, which holds one comparison of three."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("only root may mount a disk that is small, or one that cannot be written")
     yield disk

@@ -166,6 +166,11 @@ MISTAKES = {
         {"name": NAME}, ("return weighted(", "return Routing(map_TE.float(), scores_TE)\n        return weighted("),
         "map_TE: expected torch.bool [2, 64]",
     ),
+    "a fault": (
+        {"name": NAME}, ("return weighted(", "raise RuntimeError('no such\\nexpert')\n        return weighted("),
+        "policies: leave_busiest: route raised RuntimeError: no such expert",
+    ),
+    "an exit": ({"name": NAME}, ("from dataclasses", "raise SystemExit(5)\nfrom dataclasses"), "SystemExit: 5"),
     "a misspelt name": ({"name": "token_dorp"}, None, "(did you mean token_drop?)"),
 }  # fmt: skip
 

@@ -139,6 +139,21 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
     assert all(line.startswith(f"warning: {begin}: ") for begin, line in zip(begins[:3], told, strict=True))
 
 
+def test_a_host_that_never_waits_is_bound_where_the_time_is_its_own(tmp_path):
+    def told(name: str, host_share: float, waiting: list[str]) -> list[str]:
+        comparison = FakeComparison(cases=standard_cases()[2:], host_share=host_share, conditions={"waiting": waiting})
+        write_run(tmp_path / name, [comparison])
+        return [line.removeprefix("warning: ") for line in warnings(load(tmp_path / name))]
+
+    assert told("nearly", 0.97, []) == []
+    (line,) = told("bound", 1.0, [])
+    assert line.startswith("launch-bound: ")
+    (known,) = cases(load(tmp_path / "bound")).query("role == 'policy'").head(1).to_dict("records")
+    bound, mixed = told("mixed", 1.0, [known["case_id"]])
+    assert bound == line
+    assert mixed.startswith(f"the host waits for the GPU within {known['label']}, and not within others: ")
+
+
 def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
     assert not any("unaccounted for" in line for line in lines_of(tmp_path / "aim", cases=standard_cases()[2:]))
     monkeypatch.setattr("moe_ep_bench.analysis.notes.MAX_UNACCOUNTED", 0.005)  # Runs that are made up leave 1 %.

@@ -43,7 +43,7 @@ CHANGES = {
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: the config has no such place",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
-    "on_cpu=3": "--set on_cpu=3: expected sweep.KEY=[values], or KEY=value for one value alone",
+    "on_cpu=3": "--set on_cpu=3: on_cpu stands in the file alone; set its keys one by one, as KEY=value",
     "measure.timeout_s=1.0e+11": "measure.timeout_s: expected less than or equal to 1000000000",
     "measure.iterations=1": "measure: breakdown_iterations: expected at most iterations=1, got 2",
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",

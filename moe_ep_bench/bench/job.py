@@ -179,7 +179,7 @@ class Job:
     def begin(self, case_id: str) -> None:
         """Note that an iteration of a case begins: for the guard, for a job after a crash, for the display."""
         self.guard.at(case_id)
-        self.progress.update()
+        self.progress.update(self.progress.n < (self.progress.total or 0))  # which is about so many
 
     def survive(self, error: Exception) -> str:
         """Say why this rank loses a case to an exception outside of collectives, and return the reason.

@@ -23,9 +23,10 @@ from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
-from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.policies import source_hash
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.device import device_type, num_gpus
@@ -171,6 +172,11 @@ def _try_out(comparison: Comparison) -> None:
         except ValueError as problem:
             hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
             raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
+        except Exception as error:
+            if source_hash(type(policy)) is None:  # a fault of this package
+                raise
+            words = brief(f"{type(error).__name__}: {error}", 200, quoted=False)
+            raise UserError(f"policies: {policy.name}: route raised {words}") from error
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
 def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, folder: Path, where: str) -> None:
     """Set the value of a dotted key, which ends its sweep, or the values of ``sweep.KEY``."""
     swept = key.removeprefix("sweep.")
-    if swept in ("sweep", "on_cpu"):
+    if swept == "on_cpu":
+        raise UserError(f"{where}: on_cpu stands in the file alone; set its keys one by one, as KEY=value")
+    if swept == "sweep":
         raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
     value = _resolved(value, swept, folder)
     if key != swept:

@@ -105,9 +105,10 @@ def policy_class(name: object) -> type[Policy]:
         raise UserError(f"name: expected {known}; got {brief(name)}{did_you_mean(name, POLICIES)}")
     try:
         kind = getattr(importlib.import_module(module), class_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-        raise UserError(f"name: cannot load {name!r}: {words}") from None
+        hint = "; PYTHONPATH names the folder of a module" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"name: cannot load {name!r}: {words}{hint}") from None
     is_policy = isinstance(kind, type) and issubclass(kind, Policy) and kind.route is not Policy.route
     if not is_policy or "__dataclass_params__" not in vars(kind):
         expected = "@dataclass(frozen=True, kw_only=True) on a class that extends moe_ep_bench.policies.Policy"

@@ -84,9 +84,9 @@ def test_fields_by_layer_speak_of_the_same_layers_and_count_no_more_experts_than
     with pytest.raises(ValueError, match=r"^t_fix, c: expected as many layers in each, got \[1, 2\]$"):
         make_policy({"name": "laser", "eps_high": 1, "t_fix": {"0": 1}, "c": {"0-1": 8}})
     policy = make_policy({"name": "oea", "k0": {"0": 1, "1": 8}})
-    policy.check_model(8)
+    policy.check_model(8, 8)
     with pytest.raises(ValueError, match=r"^k0: expected at most the model's 7 experts, got 8$"):
-        policy.check_model(7)
+        policy.check_model(7, 7)
 
 
 def test_a_config_by_layer_needs_as_many_layers(tmp_path: Path) -> None:

@@ -308,3 +308,12 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
+
+
+@pytest.mark.parametrize("name", ["pruned", "oea"])
+def test_a_token_insists_on_no_more_experts_than_the_models_unless_a_share_stops_it(name: str) -> None:
+    for fields in ({"k0": 4}, {"k0": 8, "p": 0.9}, {"k0": {"0": 1, "1": 4}}):
+        make_policy({"name": name, **fields}).check_model(8, top_k=4)
+    for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}}):
+        with pytest.raises(ValueError, match=r"\Ak0: expected at most 4, the model's top-k, where p is 1; got 5\Z"):
+            make_policy({"name": name, **fields}).check_model(8, top_k=4)

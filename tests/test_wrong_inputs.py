@@ -40,6 +40,7 @@ CHANGES = {
     "name=a/b": "name: String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'a/b'",
     "policies.0.name=tokn": "did you mean topk?",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
+    "policies.1.k0=9": "policies.1.k0: expected at most 8, the model's top-k, where p is 1; got 9",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: the config has no such place",
     "no-equals-sign": "--set no-equals-sign: expected key=value",

@@ -456,13 +456,13 @@ class Experiment(SweepPoint):
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
         if isinstance(self.workload, SyntheticConfig) and self.workload.skew_from is not None:
             self._check_counts(self.workload, self.workload.skew_from)
-        num_experts, classes = self.model.spec().num_experts, dict[str, type[Policy]]()
+        model, classes = self.model.spec(), dict[str, type[Policy]]()
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 with naming(f"policies.{number}", joint="."):
-                    policy.check_model(num_experts)
+                    policy.check_model(model.num_experts, model.top_k)
         for number in range(len(self.claims)):
             self.claimed_policies(number)
         return self

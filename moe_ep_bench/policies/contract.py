@@ -148,7 +148,7 @@ class Policy:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
 
-    def check_model(self, num_experts: int) -> None:
+    def check_model(self, num_experts: int, top_k: int) -> None:
         """Raise ValueError where a field counts more experts than a config's model has.
 
         ``route`` itself takes more as all: one policy may serve layers of several sizes.

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Positive, ShareAboveZero, policy
+from moe_ep_bench.policies.field_types import ByLayer, Positive, ShareAboveZero, policy
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.selection import list_keys, weighted, without_padding
 from moe_ep_bench.policies.steps import lowest
@@ -25,7 +26,8 @@ class Pruned(SteppedPolicy):
     """A token takes the first n of its list: k0, or fewer if these hold share p of its row sum.
 
     Attributes:
-        k0: most experts of a token; with p below 1, E makes it the paper's top-p method (section 3.1).
+        k0: most experts of a token, at most the model's K. Where p is below 1 it may be more; E makes it the paper's
+            top-p method (section 3.1).
         p: above 0, to 1; 1 cuts nothing. A row without mass reaches no share.
     """
 
@@ -35,6 +37,12 @@ class Pruned(SteppedPolicy):
 
     k0: Positive
     p: ShareAboveZero = 1.0
+
+    def check_model(self, num_experts: int, top_k: int) -> None:
+        super().check_model(num_experts, top_k)
+        k0, p = (max(value) if isinstance(value, ByLayer) else value for value in (self.k0, self.p))
+        if k0 > top_k and p == 1:
+            raise UserError(f"k0: expected at most {top_k}, the model's top-k, where p is 1; got {k0}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return min(self.k0, num_experts)

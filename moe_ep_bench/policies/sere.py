@@ -81,8 +81,8 @@ class SERE(SteppedPolicy):
         self._check_experts(scores_TE.shape[1])
         self._matrix_number(context)
 
-    def check_model(self, num_experts: int) -> None:
-        super().check_model(num_experts)
+    def check_model(self, num_experts: int, top_k: int) -> None:
+        super().check_model(num_experts, top_k)
         self._check_experts(num_experts)
 
     def _check_experts(self, num_experts: int) -> None:

@@ -121,7 +121,7 @@ def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> 
     from moe_ep_bench.quality.routed import try_policies
 
     for layer in layers:
-        policy.check_model(layer.num_experts)
+        policy.check_model(layer.num_experts, layer.top_k)
         most = policy.most_experts(layer.num_experts, layer.context(num_ranks))
         # A policy of a user's own that promises nothing is held to the slots step by step.
         if most > layer.top_k and type(policy).most_experts is not Policy.most_experts:

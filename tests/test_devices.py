@@ -298,6 +298,7 @@ WRONG_DEVICES = [
         {"arithmetic_efficiency": [[1, 0.1], [9, 1.1]]},
         "arithmetic_efficiency: expected shares of at most 1, got 1.1",
     ),
+    ({"gate_tflops": 19}, "gate_tflops, gate_basis: expected both or neither"),
 ]
 WRONG_LINKS = [
     ({**GOOD, "intra": {**INTRA, "bandwidth": 1}}, "intra.bandwidth: no such key"),

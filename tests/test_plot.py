@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.figure
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,6 +21,7 @@ import plot_results
 from moe_ep_bench.analysis.cases import Store, cases, load, routing, samples
 from moe_ep_bench.analysis.drawing import draw, lines
 from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.marks import _give_equal_limits
 from moe_ep_bench.analysis.plot import drawings, figures_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
@@ -228,6 +230,15 @@ def test_panels_of_one_quantity_have_one_axis(tmp_path: Path) -> None:
     assert len({axes.get_ylim() for axes in panels}) == 1
     low, high = panels[0].get_ylim()
     assert all(low < y < high for axes in panels for line in axes.lines for y in line.get_ydata())
+
+
+def test_panels_over_different_quantities_keep_their_own_axes() -> None:
+    """Decode's costs, which are small, would be a flat line beside prefill's."""
+    figure = matplotlib.figure.Figure()
+    for axes, xlabel, top in zip(figure.subplots(3), ["activated", "pairs", "activated"], [0.1, 2.0, 0.2], strict=True):
+        axes.set(xlabel=xlabel, ylabel="cost", ylim=(0, top))
+    _give_equal_limits(figure)
+    assert [axes.get_ylim()[1] for axes in figure.axes] == [0.2, 2.0, 0.2]
 
 
 def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) -> None:

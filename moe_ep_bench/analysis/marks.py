@@ -128,11 +128,12 @@ def facets(
 
 
 def _give_equal_limits(figure: Figure) -> None:
-    """Panels of one quantity have one axis of values, so that they can be compared."""
-    alike: dict[tuple[str, str], list[Axes]] = {}
+    """Panels of one quantity over another have one axis of values, so that they can be compared."""
+    alike: dict[tuple[str, str, str], list[Axes]] = {}
     for axes in figure.axes:
-        alike.setdefault((axes.get_ylabel().replace("\n", " "), axes.get_yscale()), []).append(axes)
-    for (quantity, _), panels in alike.items():
+        quantity, over = (label.replace("\n", " ") for label in (axes.get_ylabel(), axes.get_xlabel()))
+        alike.setdefault((quantity, over, axes.get_yscale()), []).append(axes)
+    for (quantity, _, _), panels in alike.items():
         if quantity:  # not of rows with names
             ends = [end for axes in panels for end in axes.get_ylim()]
             for axes in panels:

@@ -90,6 +90,7 @@ class Device(Preset):
     """Arithmetic of a gate that multiplies in float32, casts included, 1e12 operations per second; None = as any other
     product."""
     gate_basis: Basis | None = None
+    """What it rests on; stated where it is."""
     routing_native_ps: PositiveFloat
     """Picoseconds per score (token and expert) of the model's own top-k routing."""
     routing_native_us: NonNegativeFloat = 0.0
@@ -116,6 +117,8 @@ class Device(Preset):
     def _check(self) -> Device:
         if self.most_efficiency > 1:
             raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
+        if (self.gate_tflops is None) != (self.gate_basis is None):
+            raise UserError("gate_tflops, gate_basis: expected both or neither")
         return self
 
     def for_policy(self, name: str, num_experts: int) -> Device:

@@ -62,7 +62,7 @@ def start(out: Path, per_node: int) -> list[subprocess.CompletedProcess]:
     jobs, port = [], free_port()
     program = (
         "import sys; from pathlib import Path; from moe_ep_bench.cost_model.calibrate import calibrate;"
-        f"sys.exit(calibrate(Path({str(out)!r}), max_bytes=2**21, repetitions=5))"
+        f"sys.exit(calibrate(Path({str(out)!r}), max_bytes=2**21, repetitions=15))"
     )
     for rank in range(2):
         torchrun = {
@@ -83,7 +83,10 @@ def start(out: Path, per_node: int) -> list[subprocess.CompletedProcess]:
 @pytest.mark.parametrize("per_node", [2, 1], ids=["one node", "two nodes"])
 def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.yaml"
-    first, second = start(out, per_node)
+    for _ in range(4):  # On busy cores a message may take as long as one of twice its size: that is refused.
+        first, second = start(out, per_node)
+        if "expected times that grow with the bytes" not in first.stderr:
+            break
     assert (first.returncode, second.returncode) == (OK, OK), first.stderr + second.stderr
     links = Links.load(str(out))
     link, other = (links.intra, links.inter) if per_node == 2 else (links.inter, links.intra)

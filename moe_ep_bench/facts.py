@@ -55,7 +55,7 @@ class Workload(JsonRecord):
     description: str
     tail_model: str | None
     recording: Recording | None = None
-    skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
+    skew: dict[str, Any] | None = None  # that was named: ``workload.targets.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
     seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has

@@ -20,8 +20,7 @@ from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.stack import Forms, Stack
-from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.models import ModelSpec, load_model, logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import TopK, top_k_map, weighted
 from moe_ep_bench.runtime.ranks import Ranks

@@ -26,8 +26,8 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
+from moe_ep_bench.serving import POLICY, RECORD
 from moe_ep_bench.serving import vllm as plugin
-from moe_ep_bench.serving.settings import POLICY, RECORD
 
 # Experts in sizes that vLLM's CPU kernels take; enough of them that routers in bfloat16 tie.
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "dtype": torch.bfloat16}

@@ -15,7 +15,7 @@ from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.skews import SKEWS, load_skew
+from moe_ep_bench.workload.targets import SKEWS, load_skew
 
 
 def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None, layer: dict | None = None):

@@ -16,7 +16,7 @@ from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.counts import read_counts
+from moe_ep_bench.workload.targets import read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
 PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes

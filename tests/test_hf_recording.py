@@ -18,8 +18,7 @@ from test_recorded import tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality.checkpoint import Checkpoint
-from moe_ep_bench.quality.families import shares
+from moe_ep_bench.quality.checkpoint import Checkpoint, shares
 from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import USER_ERROR

@@ -16,7 +16,7 @@ from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality.families import find_moe_layers
+from moe_ep_bench.quality.checkpoint import find_moe_layers
 from moe_ep_bench.quality.routed import ForwardPass, RouterCall, routed
 
 # Every family, and every implementation of the experts: GPT-OSS's experts are code of their own.

@@ -14,8 +14,7 @@ from moe_ep_bench.layer import parts
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
-from moe_ep_bench.models import ScoreFunction, load_model
-from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.models import ScoreFunction, load_model, logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.steps import TORCH
 

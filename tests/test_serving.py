@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
+from moe_ep_bench.serving import LIMIT, POLICY, RECORD, Settings, check_config, settings
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.recorder import Recorder
-from moe_ep_bench.serving.settings import LIMIT, POLICY, RECORD, Settings, check_config, settings
 from moe_ep_bench.serving.step import COUNTS, Step, StepRouter, into_slots, moe_layer
 from moe_ep_bench.workload.trace import open_trace
 

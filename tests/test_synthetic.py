@@ -23,8 +23,8 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
-from moe_ep_bench.workload.skews import SKEWS, Skews
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.targets import SKEWS, Skews
 
 few_examples = settings(max_examples=15)
 

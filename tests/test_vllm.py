@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.serving.settings import POLICY, RECORD
+from moe_ep_bench.serving import POLICY, RECORD
 from moe_ep_bench.serving.step import COUNTS
 from moe_ep_bench.workload.trace import open_trace
 

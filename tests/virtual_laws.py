@@ -37,8 +37,7 @@ from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
-from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.models.scores import logits_from_scores
+from moe_ep_bench.models import ModelSpec, logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.protocol import PLAIN, Step

@@ -5,7 +5,7 @@ difficulty drops out. Sequences of one batch were routed together, so that they 
 intervals of costs are over batches, from ten of them on, as those of times. Routing is that of one batch (or
 step) of one layer first, all ranks together; then the mean over batches, then over layers.
 
-A claim (``papers.published.Ordering``) names two kinds of cases. They are compared sequence by sequence: the mean
+A claim (``papers.Ordering``) names two kinds of cases. They are compared sequence by sequence: the mean
 difference with its 95 % interval over batches says that the claim *holds*, *does not hold*, or is *inconclusive* on
 these sequences. Comparisons that differ in the checkpoint alone, seeds of one training say, are a ``group``: before
 each one's verdict stands that over checkpoints, by Student's t over their mean differences.
@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ResultsError, facts_of, read_document, read_part
 from moe_ep_bench.facts import RunFacts
-from moe_ep_bench.papers.published import orderings
+from moe_ep_bench.papers import orderings
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_ep_bench import papers
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import text
 from moe_ep_bench.analysis.notes import warnings
@@ -18,7 +19,6 @@ from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
-from moe_ep_bench.papers import published
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 FORMATS = ("text", "md", "latex", "csv", "json", "html")
@@ -136,8 +136,8 @@ def end_of_run(directory: Path) -> str:
 
 def list_papers(name: str | None) -> str:
     """A table for each item of a paper, or of all; numbers as printed, with the sign of a bound and standard errors."""
-    signs, tables = {bound: sign for sign, bound in published.BOUNDS.items()}, []
-    for paper in map(published.load, [name] if name else published.names()):
+    signs, tables = {bound: sign for sign, bound in papers.BOUNDS.items()}, []
+    for paper in map(papers.load, [name] if name else papers.names()):
         notes = [paper.version, *([paper.note] if paper.note else [])]
         tables.append(Table(pd.DataFrame(), (), f"arXiv {paper.paper}: {paper.title}", notes))
         for item in paper.items:
@@ -150,7 +150,7 @@ def list_papers(name: str | None) -> str:
     return render(tables, "text")
 
 
-def _listed(number: published.Number, signs: dict[str, str]) -> dict[str, str]:
+def _listed(number: papers.Number, signs: dict[str, str]) -> dict[str, str]:
     """A row of ``list_papers``."""
     where = (f"{value}" if key == "what" else f"{key} {value}" for key, value in number.where.items())
     printed = f"{signs.get(number.bound, '')}{number.printed}"

@@ -39,7 +39,7 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.skews import PATTERNS
+from moe_ep_bench.workload.targets import PATTERNS
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,8 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.targets import PATTERNS
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.ranks import Ranks

@@ -32,8 +32,8 @@ from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.targets import PATTERNS
 
 
 def plan(

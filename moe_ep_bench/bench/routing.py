@@ -36,7 +36,7 @@ from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
-from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.models import logits_from_scores, scores_from_logits
 from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE

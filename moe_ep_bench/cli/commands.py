@@ -141,7 +141,7 @@ def _validate(options: Namespace) -> int:
 def _papers(options: Namespace) -> int:
     if options.config is None:
         if options.json:
-            from moe_ep_bench.papers.published import list_json as listed
+            from moe_ep_bench.papers import list_json as listed
         else:
             from moe_ep_bench.analysis.show import list_papers as listed
         print(listed(options.paper))

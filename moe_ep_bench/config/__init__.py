@@ -21,8 +21,7 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
-from moe_ep_bench.workload.counts import layer_loads, read_counts
-from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
+from moe_ep_bench.workload.targets import PATTERNS, SKEWS, TARGETS, Skew, layer_loads, load_skew, read_counts
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")

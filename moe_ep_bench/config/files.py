@@ -17,7 +17,7 @@ from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import NAMES_FILE, read_yaml, validated
-from moe_ep_bench.workload.counts import read_counts
+from moe_ep_bench.workload.targets import read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 _Schema = TypeVar("_Schema", bound=SweepPoint)

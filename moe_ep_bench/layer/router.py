@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.megatron import TopKRouter
-from moe_ep_bench.models.scores import scores_from_logits
+from moe_ep_bench.models import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 
 

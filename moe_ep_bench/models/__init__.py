@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_ep_bench.models.hf_config import load_hf_model, spec_of
-from moe_ep_bench.models.spec import Attention, LatentAttention, ModelSpec, ScoreFunction
+from moe_ep_bench.models.spec import (
+    Attention,
+    LatentAttention,
+    ModelSpec,
+    ScoreFunction,
+    logits_from_scores,
+    scores_from_logits,
+)
 
 __all__ = [
     "Attention",
@@ -14,6 +21,8 @@ __all__ = [
     "ScoreFunction",
     "load_hf_model",
     "load_model",
+    "logits_from_scores",
+    "scores_from_logits",
     "spec_of",
 ]
 

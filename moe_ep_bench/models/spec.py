@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.presets import Preset, Strict
 
 # Kernels want hidden sizes that are multiples of this.
@@ -310,3 +311,26 @@ class ModelSpec(Preset):
             if getattr(self, key)
         }
         return self.model_copy(update={**sizes, "scale": scale})
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def scores_from_logits(logits_TE: Tensor, score_function: ScoreFunction) -> Tensor:
+    """The model's score function: float32 [T, E], softmax over the experts or of each expert alone."""
+    if score_function == "softmax":
+        return torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    if score_function == "sigmoid":
+        return torch.sigmoid(logits_TE.float())
+    return torch.nn.functional.softplus(logits_TE.float()).sqrt()
+
+
+def logits_from_scores(scores_TE: Tensor, score_function: ScoreFunction) -> Tensor:
+    """Logits that the score function turns back into these scores (softmax: rows that sum to 1)."""
+    smallest = torch.finfo(torch.float32).tiny
+    if score_function == "softmax":
+        return scores_TE.clamp_min(smallest).log()
+    if score_function == "sigmoid":
+        return torch.logit(scores_TE.clamp_min(smallest))
+    # The square of a score below 1e-19 has no logit whose softplus is above 0.
+    return scores_TE.double().square().clamp_min(smallest).expm1().log().float()

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.papers.published import Number, Primary, load, numbers
+from moe_ep_bench.papers import Number, Primary, load, numbers
 from moe_ep_bench.presets import Strict
 from moe_ep_bench.schema import ALL, MOE
 

@@ -1,6 +1,6 @@
 """Read a text with a checkpoint: record what its routers choose, and how alike its experts are.
 
-A recording is a ``moe-trace-v1`` file with the scores of all experts as a policy sees them (``families.Choice``): the
+A recording is a ``moe-trace-v1`` file with the scores of all experts as a policy sees them (``checkpoint.Choice``): the
 top-k of a row are the experts that the model chose, also where scores tied. Sigmoid scores, and those of which some are
 masked, are divided by their sum, for a recording holds shares of a token's score mass. What routers chose is held
 in memory, and the file appears under its name when it is whole.
@@ -30,8 +30,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.policies.sere import FORMAT, TENSOR
-from moe_ep_bench.quality.checkpoint import Checkpoint, import_transformers
-from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
+from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar

@@ -45,7 +45,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import imbalance, routing_metrics
 from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
-from moe_ep_bench.quality.families import MoELayer, carried_loads, find_moe_layers
+from moe_ep_bench.quality.checkpoint import MoELayer, carried_loads, find_moe_layers
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
 from moe_ep_bench.workload.batch import deal_sequences
 

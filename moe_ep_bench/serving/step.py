@@ -24,7 +24,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
-from moe_ep_bench.quality.families import Choice, MoELayer, carried_loads
+from moe_ep_bench.quality.checkpoint import Choice, MoELayer, carried_loads
 
 # What the factory of routers is told where scores are none that a policy knows, by what that is called.
 _UNKNOWN_ROUTERS = {

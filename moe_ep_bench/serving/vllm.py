@@ -1,7 +1,7 @@
 """The plugin for vLLM: record the routing of real requests with all scores, and serve under a policy.
 
 vLLM loads what stands under the entry point ``vllm.general_plugins`` in each of its processes. Without the variables
-of ``serving.settings`` nothing is touched.
+of ``moe_ep_bench.serving`` nothing is touched.
 
 The router that vLLM makes for a layer gets a subclass of its own class, which calls it and then the operation
 ``moe_ep_bench::route`` with its logits and choice; an operation, so that torch.compile keeps it whole. Its routing
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.serving.settings import POLICY, Settings, check_config, check_policy, num_ranks, settings
+from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
 RELEASE = "0.32"
 _SHUTDOWN_S = 120
@@ -299,7 +299,7 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
     computed = session.step
     if computed is None or not session.layers:  # warm-up
         return weights.clone(), ids.clone()
-    from moe_ep_bench.quality.families import shares
+    from moe_ep_bench.quality.checkpoint import shares
 
     index, num_tokens = session.indices[place], computed.scheduled.total_num_scheduled_tokens
     session.num_routed += 1

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import is_whole_number, parse_json
-from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.models.scores import scores_from_logits
+from moe_ep_bench.models import ModelSpec, load_model, scores_from_logits
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.trace import TraceWriter, score_words, written_trace
 

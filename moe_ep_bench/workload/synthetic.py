@@ -86,7 +86,7 @@ class SyntheticWorkload(Workload):
         num_tokens: tokens in a batch, all ranks together.
         expert_loads: of each expert in its place, in relation to each other; in place of any other skew.
         rank_load: (number of contiguous ranks, load of the fullest over the mean).
-        pattern: one of ``skews.PATTERNS`` in place of targets.
+        pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
 
     Raises:

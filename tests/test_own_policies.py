@@ -160,8 +160,10 @@ MISTAKES = {
     "a name of ours": ({"name": NAME}, ('"leave_busiest"', '"oea"'), "and none of moe-ep-bench's; got 'oea'"),
     "no name": ({"name": NAME}, ('"leave_busiest"', "None"), "expected its name in lower case"),
     "a field": ({"name": NAME, "num_loft": 2}, None, "leave_busiest has no such field; expected num_left"),
-    "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest (num_left=-1): num_left: expected 0 or more"),
-    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest (num_left='two'): '<' not supported"),
+    "a value": ({"name": NAME, "num_left": -1}, None, "num_left: expected 0 or more, got -1"),
+    "a type": ({"name": NAME, "num_left": "2"}, None, "num_left: expected a valid integer, got '2'"),
+    "no type": ({"name": NAME}, ("num_left: int", "num_left: torch.Tensor"), "leave_busiest (): Unable to generate"),
+    "no check": ({"name": NAME}, ("num_left < 0", "num_left < '0'"), "leave_busiest (): '<' not supported"),
     "a float map": (
         {"name": NAME}, ("return weighted(", "return Routing(map_TE.float(), scores_TE)\n        return weighted("),
         "map_TE: expected torch.bool [2, 64]",

@@ -6,12 +6,13 @@ import functools
 import hashlib
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
 from moe_ep_bench.policies.budget_drop import BudgetDrop
@@ -74,12 +75,14 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {kind.name} needs it")
     try:
-        made = kind(**values)
+        # A user's plain dataclass checks nothing by itself. Values are JSON's: a list is a tuple, a word no number.
+        is_ours = kind is POLICIES.get(kind.name)
+        made = kind(**values) if is_ours else TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
         hash(made)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise UserError(": ".join([*map(str, problem["loc"][:1]), problem_words(problem)])) from None
-    except (TypeError, ValueError) as error:  # of a user's class: Python names no field
+    except (TypeError, ValueError, PydanticUserError) as error:
         given = ", ".join(f"{key}={brief(value)}" for key, value in values.items())
         raise UserError(" ".join(f"{kind.name} ({given}): {error}".split())) from None
     lengths = {key: len(column) for key, column in made.by_layer.items()}

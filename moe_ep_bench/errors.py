@@ -60,7 +60,19 @@ def printable(text: str) -> str:
     )
 
 
+# What pydantic's own messages of these types become.
+_PLAIN_WORDS = {
+    "too_short": "give at least one value",
+    "string_too_short": "give at least one character",
+    "string_pattern_mismatch": "expected a text of the pattern {pattern}",
+    "union_tag_invalid": "expected {discriminator} to be one of {expected_tags}",
+    "union_tag_not_found": "expected a key {discriminator}",
+}
+
+
 def problem_words(problem: Mapping[str, Any]) -> str:
-    """One error of pydantic's: its own message, with the value where it has none."""
+    """One error of pydantic's: what was expected, with the value where the message has none."""
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if plain := _PLAIN_WORDS.get(problem["type"]):
+        message = plain.format_map(problem.get("ctx", {}))
     return message if problem["type"] in ("missing", "value_error") else f"{message}, got {brief(problem['input'])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,17 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED
 
 
-def test_progress_is_of_whoever_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for is_shown in (True, False):
-        with progress_bar(10, "iteration", shown=is_shown) as bar:
-            bar.update(5)
-        assert ("5/10" in capsys.readouterr().err) == is_shown
+@pytest.mark.parametrize(("is_shown", "is_terminal"), [(True, True), (False, True), (True, False)])
+def test_progress_is_of_whoever_shows_it_and_a_pipe_gets_none_of_what_ends_soon(
+    is_shown: bool, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with progress_bar(10, "iteration", "a title", shown=is_shown) as bar:
+        for _ in range(5):
+            bar.update()
+    said = capsys.readouterr().err
+    assert ("a title" in said and "5/10" in said) == (is_shown and is_terminal), said
+    assert is_terminal or said == ""
 
 
 @pytest.mark.parametrize(

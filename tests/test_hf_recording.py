@@ -77,7 +77,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
     policy = make_policy({"name": "expanded_drop", "capacity_factor": 1.2})
     first = in_the_model(olmoe, text, policy)[0]
     assert first.routing is not None
-    workload = RecordedWorkload([recording], 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
+    workload = RecordedWorkload([open_trace(recording)], 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
     batch = workload.batch(0)
     assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[tokens_of(workload, 0)])
     replayed = policy.route(batch.scores_TE, first.context)
@@ -93,7 +93,7 @@ def test_choices_by_more_than_scores_stay_the_recorded_ones(family: str, text: P
     folder = hf_models.checkpoint(tmp_path / "model", family)
     record(folder, text, out=tmp_path / "out.safetensors", **OPTIONS)
     trace = open_trace(tmp_path / "out.safetensors")
-    workload = RecordedWorkload([trace.path], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
+    workload = RecordedWorkload([trace], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
     loads = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices.flatten().bincount(minlength=8)
     assert loads.tolist() == in_the_model(folder, text)[0].own_TE.sum(0).tolist()
 

@@ -445,7 +445,7 @@ def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_an
     trace = imported(kind, source, out)
     sizes = {"num_experts": trace.num_experts, "top_k": trace.top_k, "num_tokens": 12, "num_batches": 1}
     share = 0.6 if trace.scores_are_normalised else None
-    workload = RecordedWorkload([out], 1, **sizes, tail="uniform", seed=0, topk_share=share)
+    workload = RecordedWorkload([trace], 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
     np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
     assert int.from_bytes(out.read_bytes()[:8], "little") % 8 == 0, "tensors begin at whole words"

@@ -77,9 +77,8 @@ def save(path, **changes):
 
 def recorded(path, **changes):
     fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
-    return RecordedWorkload(
-        path if isinstance(path, list | tuple) else [path], **{**fields, "tail": "popularity", **changes}
-    )
+    paths = path if isinstance(path, list | tuple) else [path]
+    return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "popularity", **changes})
 
 
 def tokens_of(workload, index):

@@ -19,6 +19,7 @@ from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.trace import open_trace
 
 few_examples = settings(max_examples=4)
 
@@ -137,7 +138,7 @@ def recordings(tmp_path_factory):
 
 def recorded(paths, **changes):
     fields = {"layer": 0, "num_experts": EXPERTS, "top_k": K, "num_tokens": 120, "num_batches": 3, "seed": 0}
-    return RecordedWorkload(paths, **{**fields, "tail": "uniform", **changes})
+    return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "uniform", **changes})
 
 
 @pytest.mark.parametrize("arrangement", ["sequences", "decode"])

@@ -34,10 +34,11 @@ CHANGES = {
     "workload.peak_load=true": "workload.peak_load: expected a valid number, got true",
     "workload.num_tokens=0": "workload.num_tokens: expected greater than or equal to 1, got 0",
     "model.tensor_parallel=5": "model: tensor_parallel: ",
-    "workload.kind=random": "workload: Input tag 'random' found using 'kind' does not match",
+    "workload.kind=random": "workload: expected 'kind' to be one of 'synthetic', 'recorded', got ",
     "workload.peek_load=3": "workload.peek_load: no such key; ",
     "model.preset=olmoe": "got 'olmoe' (did you mean olmoe-1b-7b?)",
-    "name=a/b": "name: String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'a/b'",
+    "name=a/b": "name: expected a text of the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a/b'",
+    "policies=[]": "policies: give at least one value, got []",
     "policies.0.name=tokn": "did you mean topk?",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=9": "policies.1.k0: expected at most 8, the model's top-k, where p is 1; got 9",
@@ -92,7 +93,14 @@ COMMANDS = {
         "workload.num_tokens: expected as many for every rank, got 24 to 48 tokens of batch 0 on a rank"
     ),
     f"run CONFIG --nproc 2 --set 'policies=[{LASER}]'": "c: expected 8 (top_k) to 64",
-    f"run CONFIG --set 'workload={{{RECORDED}, trace: no.safetensors, layer: 0}}'": "no.safetensors",
+    **{
+        f"run CONFIG --set 'workload={{{RECORDED}, trace: {trace}}}'": f"config.yaml: workload.trace: {words}"
+        for trace, words in {
+            "no.safetensors, layer: 0": "{HERE}/no.safetensors: no such file",
+            "no.safetensors, layer: all": "{HERE}/no.safetensors: no such file",
+            "[], layer: 0": "give at least one value, got []",
+        }.items()
+    },
     "route CONFIG --set workload.num_tokens=10000000000000": "workload.num_tokens: expected a batch of at most ",
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",
     "run CONFIG --launch 1 --dry-run": "--launch: only for ranks that torchrun started",
@@ -129,6 +137,8 @@ COMMANDS = {
     "plot RUN --x capacity_factor --y label": "--y: expected a column of numbers",
     "plot RUN --x capacity_factor --y dropped_share --where 'policy =='": "--where",
     "plot RUN --figures quality": "quality: not drawn",
+    "compare RUN RUN --fail-over -3%": "--fail-over: expected one argument",
+    "compare RUN RUN --fail-over=-3%": "--fail-over: expected a share such as 5% or 0.05, 0 to 1; got -3%",
     "compare RUN RUN --strict": "--strict: expected --fail-over",
     "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",
     "validate CONFIG --nproc 2 --set layer.ep_size=1": "layer.ep_size: expected 2, which are all ranks, or null, got 1",
@@ -168,7 +178,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
     except SystemExit as ended:
         status = ended.code
     *_, line = (lines := capsys.readouterr().err.splitlines())
-    assert WRONG[command] in line
+    assert WRONG[command].replace("{HERE}", str(tmp_path)) in line
     assert (status, line.startswith("moe-ep-bench: ")) == (USER_ERROR, True)
     assert all(": planning " in earlier for earlier in lines[:-1])  # where that takes long
     assert not [word for word in ("Traceback", "pydantic", "http") if word in line]

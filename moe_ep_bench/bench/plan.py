@@ -34,6 +34,7 @@ from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import PATTERNS
+from moe_ep_bench.workload.trace import open_trace
 
 
 def plan(
@@ -219,10 +220,13 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         "num_batches": config.num_batches,
         "seed": config.seed,
     }
+    if not isinstance(config, SyntheticConfig):
+        keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
+        with naming("workload.trace"):
+            traces = tuple(map(open_trace, config.trace))
+        with naming("workload"):
+            return RecordedWorkload(traces, **shape, **{key: getattr(config, key) for key in keys})
     with naming("workload"):
-        if not isinstance(config, SyntheticConfig):
-            keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
-            return RecordedWorkload(config.trace, **shape, **{key: getattr(config, key) for key in keys})
         shape["sequence_length"] = config.sequence_length
         if config.skew in PATTERNS:
             return SyntheticWorkload(pattern=config.skew, **shape)

@@ -42,8 +42,8 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
         batches, num_batches = RoutedBatches(comparison, cases, _CPU), comparison.workload.num_batches
-        with one_thread(), torch.inference_mode(), progress_bar(num_batches, "batch") as progress:
-            progress.set_description(comparison.title)
+        progress = progress_bar(num_batches, "batch", comparison.title)
+        with one_thread(), torch.inference_mode(), progress:
             for index in range(num_batches):
                 batches.route(index)
                 progress.update()

@@ -167,10 +167,8 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
                 ended = STOPPED_WORDS
                 break
             cases = [case for case in comparison.cases if case.case_id in case_ids]
-            with progress_bar(
-                comparison.iterations_per_case * len(cases), "iteration", shown=ranks.is_first
-            ) as job.progress:
-                job.progress.set_description(comparison.title)
+            count = comparison.iterations_per_case * len(cases), "iteration", comparison.title
+            with progress_bar(*count, shown=ranks.is_first) as job.progress:
                 outcome = measure_comparison(job, comparison, cases) if cases else Outcome()
             outcome.unmeasured |= lost
             job.guard.at(comparison.comparison_id)

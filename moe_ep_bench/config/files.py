@@ -174,6 +174,6 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
         counted = workload.get("skew_from")
         if counted is None and not isinstance(trace, str):
             raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
-        with naming(f"{path}: workload"):
+        with naming(f"{path}: workload.{'trace' if counted is None else 'skew_from'}"):
             num_layers = open_trace(trace).num_layers if counted is None else len(read_counts(Path(counted)))
         sweep["workload.layer"] = list(range(num_layers))

@@ -177,8 +177,7 @@ def run_quality(
             models.clear()  # Two models may be too many for the memory.
             models[asked] = comparison.model.load(asked.dtype, device)
         judged = comparison.evaluated.judge(models[asked])
-        with progress_bar(len(cases), "case") as progress:
-            progress.set_description(comparison.title)
+        with progress_bar(len(cases), "case", comparison.title) as progress:
             for case in cases:
                 # The scores make a case done: last.
                 for table, rows in judged(case).items():

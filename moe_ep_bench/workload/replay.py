@@ -32,7 +32,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.scores import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
 from moe_ep_bench.workload.tail import RECORDED, TAILS, fill_tail, fit_top_k, keep_top_k_ahead
-from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.trace import Trace
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Of a batch's sequences or slots: each one's first token, counted through all recordings, and how many; int64 [S]."""
@@ -54,7 +53,7 @@ class RecordedWorkload(Workload):
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
     Attributes: those of ``config.RecordedConfig``, and
-        recordings: of one model, with the same layers and kind of scores.
+        traces: the opened recordings: of one model, with the same layers and kind of scores.
         num_experts, top_k, num_groups, top_groups: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
         topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
@@ -66,7 +65,7 @@ class RecordedWorkload(Workload):
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
     """
 
-    recordings: Sequence[Path]
+    traces: Sequence[Trace]
     layer: int
     num_experts: int
     top_k: int
@@ -109,11 +108,6 @@ class RecordedWorkload(Workload):
             expected = "a number, as" if trace.scores_are_normalised else "none, as no"
             why = f"scores are normalised over the top-k; got {self.topk_share}"
             raise UserError(f"{trace.path}: topk_share: expected {expected} {why}")
-
-    @cached_property
-    def traces(self) -> tuple[Trace, ...]:
-        """The opened recordings, in their order."""
-        return tuple(open_trace(path) for path in self.recordings)
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         return self._spans[index][1]

@@ -228,7 +228,7 @@ class RecordingClock(HandClock):
         super().__init__()
         self.queued: list[str] = []
 
-    def hold(self, time_us: float) -> float:
+    def hold(self, time_us: float) -> float | None:
         self.note("hold" if time_us else "no hold")
         return super().hold(time_us)
 
@@ -332,8 +332,10 @@ def test_a_gpu_is_held_and_the_probe_floor_is_the_second_of_two_collectives(monk
     assert probe_floor_us(meet, clock, count=9) == 3
     assert len(calls) == 18
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    assert [CudaClock().hold(time_us) for time_us in (300.0, 0.0, 0.5)] == [300.0, 0.0, 0.5]
-    assert slept == [600_000, 1000]
+    monkeypatch.setattr(CudaClock, "stamp", lambda self: slept.append("stamp"))
+    for time_us in (300.0, 0.0, 0.5):
+        CudaClock().hold(time_us)
+    assert slept == ["stamp", 600_000, "stamp", 1000]
 
 
 def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

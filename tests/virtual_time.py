@@ -29,9 +29,10 @@ class HandClock:
     def between_us(self, start: float, end: float) -> float:
         return end - start
 
-    def hold(self, time_us: float) -> float:
+    def hold(self, time_us: float) -> float | None:
+        began = self.now
         self.now += time_us
-        return time_us
+        return began if time_us else None
 
     def open_range(self, name: str) -> None:
         pass

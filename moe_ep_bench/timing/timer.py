@@ -47,9 +47,8 @@ class Clock:
     def between_us(self, start: Any, end: Any) -> float:
         return (end - start) / 1e3
 
-    def hold(self, time_us: float) -> float:
-        """Keep the device busy for about so long; return the head start in microseconds that the host has by it."""
-        return 0.0
+    def hold(self, time_us: float) -> Any:
+        """Keep the device busy for about so long; return a stamp of when that began, None = nothing is held."""
 
     def open_range(self, name: str) -> None:
         """Begin a named range for a profiler that may be looking on; ranges nest."""
@@ -76,10 +75,12 @@ class CudaClock(Clock):
     def between_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) * 1e3
 
-    def hold(self, time_us: float) -> float:
-        if time_us > 0:
-            torch.cuda._sleep(int(time_us * _CYCLES_PER_US))
-        return time_us
+    def hold(self, time_us: float) -> torch.cuda.Event | None:
+        if time_us <= 0:
+            return None
+        began = self.stamp()
+        torch.cuda._sleep(int(time_us * _CYCLES_PER_US))
+        return began
 
     def open_range(self, name: str) -> None:
         torch.cuda.nvtx.range_push(name)
@@ -182,26 +183,27 @@ def timed(
         paced: whether the total is the host's time where it is the longer: layers of a server follow each other, and
             the slower of device and host sets their pace. The rest is ``UNACCOUNTED``.
 
-    ``HOST`` is the time that the host takes to issue the run; where it is not ``paced``, beyond its head start. That is
-    what the launch of the meeting leaves of the hold, and on the CPU, which is not held and where the meeting waits for
-    the others, nothing.
+    ``HOST`` is the time that the host takes to issue the run; where it is not ``paced``, beyond its head start: by the
+    device's clock the hold and what others were late to the meeting, less its launch. The CPU, which is not held and
+    where the meeting waits for the others, has none.
     """
+    recorder.marks.clear()  # Destroying the events of the run before takes a microsecond each.
     recorder.clock.wait()
     held_ns = time.perf_counter_ns()
-    head_start_us = recorder.clock.hold(hold_us)
+    held = recorder.clock.hold(hold_us)
     meet()
     cpu_start, host_start = time.thread_time_ns(), time.perf_counter_ns()
     recorder.begin()
     run()
     recorder.end()
     host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
-    is_held = head_start_us > 0
-    head_start_us = max(head_start_us - (host_start - held_ns) / 1e3, 0.0)
     times = recorder.times_us()
-    issued_us = (host_end - host_start) / 1e3
-    times[HOST] = issued_us if paced else max(issued_us - head_start_us, 0.0)
-    if paced and is_held:
+    times[HOST] = (host_end - host_start) / 1e3
+    if held is not None and paced:
         let_host_pace(times)
+    elif held is not None:
+        head_start_us = recorder.clock.between_us(held, recorder.marks[0][0]) - (host_start - held_ns) / 1e3
+        times[HOST] = max(times[HOST] - max(head_start_us, 0.0), 0.0)
     times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
     return times
 

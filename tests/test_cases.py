@@ -99,7 +99,7 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
     def comparison(seed: int, point: int, *, lost: bool = False) -> FakeComparison:
         listed = [*standard_cases()[2:], FakeCase("oea", status="oom" if lost else "ok", reason="big")]
         traffic = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"expert_loads": [1, seed]}}
-        facts = {"point": {"workload.seed": seed, "x": point}, "workload": traffic}
+        facts = {"point": {"workload.seed": seed, "x": point}, "workload": traffic, "title": f"Tiny {point}, one draw"}
         return FakeComparison(f"s{seed}{point}", facts, listed, 4, num_iterations=2, native_us=1e3 * (1 + seed))
 
     drawn = [comparison(seed, point, lost=seed == 1 and point == 2) for point in (1, 2) for seed in (0, 1)]
@@ -110,6 +110,7 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
         ["s02", 8, 2, 2],
     ]
     assert about["point"].tolist() == ['{"x": 1}', '{"x": 2}']
+    assert about["title"].tolist() == ["Tiny 1, 2 draws", "Tiny 2, 2 draws"]
     plain = timings(store).query("quantity == 'all' and comparison_id == 's01' and role == 'baseline'")
     batches = plain.groupby("launch")["batch"].unique().map(sorted).to_list()
     assert batches == [list(range(4)), list(range(4, 8))]

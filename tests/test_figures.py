@@ -22,7 +22,6 @@ from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.plot import figures_of
 from moe_ep_bench.analysis.style import (
     POLICY_LOOKS,
-    SIZES,
     house_style,
     looks_of,
     settle,
@@ -38,8 +37,8 @@ def store_of(root: Path, *comparisons: FakeComparison, mode: str = "run") -> Sto
     return load(write_run(root, comparisons, mode))
 
 
-def drawn(name: str, store: Store, size: str = "page") -> Drawing | None:
-    with house_style(size):
+def drawn(name: str, store: Store) -> Drawing | None:
+    with house_style():
         drawing = draw(figures_of(store)[name], store)
         if drawing is not None:
             settle(drawing.figure)
@@ -169,11 +168,9 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)
 
 
-@pytest.mark.parametrize("size", ["page", "column"])
-def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store, size: str) -> None:
-    for name in ("speedup", "ranks") if size != "page" else FIGURES:
-        if (drawing := drawn(name, long_names, size)) is not None:
-            assert drawing.figure.get_figwidth() <= SIZES[size][0]
+def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store) -> None:
+    for name in FIGURES:
+        if (drawing := drawn(name, long_names)) is not None:
             assert_nothing_is_clipped(drawing.figure)
 
 
@@ -186,8 +183,8 @@ def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> N
         write_run(tmp_path / "layer", [FakeComparison(cases=layer, num_iterations=1)]),
         write_whole(tmp_path / "whole", WHOLE_CASES),
     ]
-    for size, order in itertools.product(("page", "column"), (runs, runs[::-1])):
-        panels = drawn("speedup", load(order), size).figure.axes
+    for order in (runs, runs[::-1]):
+        panels = drawn("speedup", load(order)).figure.axes
         ours = 0 if order is runs else 3
         of_layer, of_whole = panels[ours : ours + 2], [axes for axes in panels if axes not in panels[ours : ours + 2]]
         assert [axes.get_ylabel().split()[0] for axes in of_layer] == ["speedup", "dropped"]

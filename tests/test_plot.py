@@ -256,26 +256,16 @@ def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) ->
 # ---- all figures of all reference results --------------------------------------------------------------------------
 
 
-def assert_all_fit(directory: str, size: str) -> None:
-    """Every figure lies on its sheet, and no text hides another."""
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
     number = 0
     for store in stores([REFERENCE / directory], []):
-        with house_style(size):
+        with house_style():
             for drawing in drawings(store).values():
                 settle(drawing.figure)
                 assert_nothing_is_clipped(drawing.figure)
                 number += 1
     assert number
-
-
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
-    assert_all_fit(directory, "page")
-
-
-@pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew", "whole-capacity-modelled", "quality-small-2cpu"])
-def test_all_figures_fit_a_column(name: str) -> None:
-    assert_all_fit(name, "column")
 
 
 # ---- scale ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text,
 from whole_builder import write_whole
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import cut_labels
 from moe_ep_bench.analysis.notes import _native_differs, notes, warnings
 from moe_ep_bench.analysis.render import JSON_VERSION, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.show import end_of_run
@@ -83,13 +84,10 @@ def test_whole_models_have_their_own_view_and_cut_ones_say_so(tmp_path):
     assert "cut: 3 of 9 layers were built and timed" in text
 
 
-@pytest.mark.parametrize("option", ["--view=phases", "--columns=label"])
-def test_what_goes_with_times_alone_is_refused_of_answers(option, capsys):
+def test_what_goes_with_times_alone_is_refused_of_answers(capsys):
     directory = Path(__file__).resolve().parents[1] / "results" / "reference" / "quality-small-seed0"
-    assert main(["show", str(directory), option]) == 2
-    assert capsys.readouterr().err == (
-        f"moe-ep-bench: --view, --columns: expected none of {directory}, which holds quality\n"
-    )
+    assert main(["show", str(directory), "--view=phases"]) == 2
+    assert capsys.readouterr().err == f"moe-ep-bench: --view: expected none of {directory}, which holds quality\n"
 
 
 def test_columns_for_which_a_terminal_has_no_room_are_named(directory):
@@ -102,6 +100,31 @@ def test_columns_for_which_a_terminal_has_no_room_are_named(directory):
     assert "no room for:" in " ".join(lines)
     assert "slowest phase" in " ".join(lines).partition("no room for:")[2]
     assert max(map(len, lines)) <= 132, "notes are wrapped"
+
+
+def test_labels_that_are_cut_keep_what_tells_them_apart():
+    lasers = [f"laser eps_high={high} t_fix=0.2 c={c} trim=random" for high, c in ((0.4, 8), (0.9, 16))]
+    labels = pd.Series(["native again", "xshare k0=1 budget=16 per rank", *lasers])
+    shorter = [
+        "native again",
+        "xshare k0=1 budget=16 ...",
+        "laser eps_high=0.4 ... c=8 ...",
+        "laser eps_high=0.9 ... c=16 ...",
+    ]
+    assert cut_labels(labels, 28).tolist() == shorter
+    swapped = pd.Series(["oea first second", "oea second first"])
+    assert cut_labels(swapped, 8).tolist() == swapped.tolist(), "the same words in another order"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "peak_load", "words"),
+    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4: the target of each batch"), (4096, 6.4, None)],
+)
+def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, peak_load, words):
+    workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": peak_load}}
+    lines = lines_of(tmp_path, tokens=tokens, facts={"workload": workload})
+    said = [line for line in lines if "chance" in line and "verdicts" not in line]
+    assert [line.startswith(words or "") for line in said] == [True] * (words is not None)
 
 
 @pytest.mark.parametrize("modelled", [False, True])

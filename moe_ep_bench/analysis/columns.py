@@ -7,13 +7,13 @@ column is added by a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas as pd
 
-from moe_ep_bench.errors import check_known
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
@@ -159,6 +159,22 @@ def short_labels(labels: pd.Series) -> pd.Series:
     return short
 
 
+def cut_labels(labels: pd.Series, width: int) -> pd.Series:
+    """Labels without words that all labels of a policy share, where they are longer than so many characters."""
+    words = labels.str.split()
+    shared = {first: set.intersection(*map(set, of)) - {first} for first, of in words.groupby(words.str[0])}
+    cut = {}
+    for label, kept in zip(labels, words, strict=True):
+        kept, short = list(kept), label
+        for place in range(len(kept) - 1, 0, -1):
+            if len(short) > width and kept[place] in shared[kept[0]]:
+                kept[place] = "..."
+                short = re.sub(r"( \.\.\.)+", " ...", " ".join(kept))
+        cut[label] = short
+    short = labels.map(cut)
+    return short.where(labels.groupby(short).transform("nunique") == 1, labels)
+
+
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
 
 COLUMNS = {
@@ -223,14 +239,3 @@ COLUMNS = {
         Column("load_over_mean", "load", "x mean", "{:.2f}"),
     )
 }
-
-
-def columns(names: Sequence[str], frame: pd.DataFrame) -> list[Column]:
-    """Columns by name; one of the frame without a row in ``COLUMNS`` is shown as it is.
-
-    Raises:
-        UserError: the frame has no such column; the line lists those that it has.
-    """
-    check_known("--columns", names, frame.columns)
-    forms = {name: "{:.6g}" if pd.api.types.is_numeric_dtype(frame[name]) else None for name in names}
-    return [COLUMNS.get(name) or Column(name, name.replace("_", " "), form=form) for name, form in forms.items()]

@@ -29,7 +29,6 @@ from moe_ep_bench.analysis.style import (
     Look,
     folded,
     frame,
-    is_narrow,
     phase_look,
     rcParams,
     sheet,
@@ -86,8 +85,7 @@ def facets(
         The sheet, and the inches of its body.
     """
     groups = [group for _, group in rows.groupby("facet", sort=False) if panels_of(panels, group)]
-    beside = beside and not is_narrow()
-    across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
+    across, number = min(most, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
     heights = [{panel: panel.inches(band) for panel in panels_of(panels, band)} for band in bands]
     widths = [panel.width for panel in panels] if beside else [1.0]

@@ -29,6 +29,8 @@ MAX_HOST_BOUND = 0.1
 MAX_DRIFT = 0.1
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
+# Pairs of an expert, in the mean, of which chance alone makes a peak load of two.
+_FEW_PAIRS = 8
 WARNING = "warning: "
 
 FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
@@ -144,6 +146,17 @@ def _repeated(about: About) -> list[tuple]:
     return [(of.num_tokens, of_each, of_each / of.num_tokens) for of in sources if of_each > of.num_tokens]
 
 
+def _by_chance(about: About) -> str:
+    """What of native's fullest expert is chance, where a batch has too few pairs to show what was asked for."""
+    facts = about.facts
+    if facts.workload.kind != "synthetic" or facts.num_tokens * facts.top_k > _FEW_PAIRS * facts.num_experts:
+        return ""
+    peak, target = about.of("baseline")["fullest_expert"].mean(), facts.workload.targets.get("peak_load")
+    if target is None:
+        return f"no skew was asked for: native's fullest expert has {peak:.3g} x mean by chance, as few tokens have"
+    return f"peak load {target:g}: the target of each batch, with what few tokens have by chance (native's: {peak:.3g})"
+
+
 class Note(NamedTuple):
     """A sentence that a fact fills; ``of``: the comparisons that have it: layer, model, route."""
 
@@ -155,6 +168,7 @@ class Note(NamedTuple):
 _TIMED, _ALL = "layer model", "layer model route"
 NOTES = (
     Note(_ALL, lambda about: about.rows["workload_words"].iloc[0], "{}"),
+    Note(_ALL, _by_chance, "{}"),
     Note(_TIMED, _components, "{}"),
     Note(
         "layer",

@@ -17,7 +17,7 @@ from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of
-from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
+from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
 from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -33,7 +33,6 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
             x, y, by, facet and where, of a figure of any columns.
     """
     formats = _names("--format", options.format, FORMATS)
-    size = _names("--size", options.size, SIZES)[0]
     columns = _columns_asked_for(options)
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
@@ -43,12 +42,12 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
     asked = None if options.figures is None else _names("--figures", options.figures, known)
     drawn = {}
-    with house_style(size):
+    with house_style():
         for store, table in tables:
             drawn |= {name: draw(table[name], store) for name in (asked or table) if name in table}
     for line in passed_over:
         say(line)
-    written = write(drawn, out, formats, size)
+    written = write(drawn, out, formats)
     # Figures that nobody named are missed only where there is no other.
     for name in asked or (drawn if columns or not written else ()):
         if drawn.get(name) is None:
@@ -107,15 +106,13 @@ def drawings(store: Any) -> dict[str, Drawing]:
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
 
-def write(
-    drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[str] = DEFAULT_FORMATS, size: str = "page"
-) -> list[Path]:
+def write(drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[Path]:
     """Write what was drawn, a file per format and the numbers in ``<name>.csv``; the files.
 
     Numbers have nine digits: more than any of them has, fewer than those in which two machines' sums differ.
     """
     written = []
-    with house_style(size):
+    with house_style():
         for name, drawing in drawn.items():
             if drawing is not None:
                 paths = [folder / f"{name}.{file_format}" for file_format in formats]

@@ -106,7 +106,7 @@ def _text(table: Table, width: int | None) -> str:
     while width is not None and number > 2 and sum(sizes[:number]) + 2 * (number - 1) > width:
         number -= 1
     if left_out := [column.title for column in columns[number:]]:
-        lines.append(f"no room for: {', '.join(left_out)} (--columns, or --format csv)")
+        lines.append(f"no room for: {', '.join(left_out)} (--format csv)")
     rows = []
     for row in (cells[0], ["-" * size for size in sizes], *cells[1:]) if columns else ():
         aligned = [

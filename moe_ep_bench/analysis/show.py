@@ -32,14 +32,12 @@ def show(
     out: Path | None = None,
     *,
     views: Sequence[str] = (),
-    columns: Sequence[str] = (),
 ) -> int:
     """Write what directories hold to ``out``, or to standard output (a page: to ``DIR/report.html``).
 
     Args:
         to: one of ``FORMATS``.
         views: of ``tables.VIEWS``; the default is the main one of each comparison.
-        columns: of the frame, in place of the view's.
 
     Returns:
         The exit status: ``CASES_FAILED`` where something is left out, because it cannot be trusted or was not measured
@@ -50,9 +48,8 @@ def show(
     """
     check_known("--format", [to], FORMATS)
     check_known("--view", views, VIEWS)
-    for option, given, formats in (("view", views, FORMATS[:3]), ("columns", columns, FORMATS[:-1])):
-        if given and to not in formats:
-            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
+    if views and to not in FORMATS[:3]:
+        raise UserError(f"--view: goes with --format {', '.join(FORMATS[:3])}; got --format {to}")
     if to == "html":
         from moe_ep_bench.analysis.page import write_report
 
@@ -67,9 +64,9 @@ def show(
     others = {kind_of(directory) for directory in directories} & {"quality", "validation"}
     if others and len(directories) > 1:
         raise UserError(f"{directories[0]}: holds {'/'.join(sorted(others))}; expected one such directory at a time")
-    if others and (views or columns):
-        raise UserError(f"--view, --columns: expected none of {directories[0]}, which holds {'/'.join(others)}")
-    text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, columns, passed_over)
+    if others and views:
+        raise UserError(f"--view: expected none of {directories[0]}, which holds {'/'.join(others)}")
+    text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, passed_over)
     if out is None:
         sys.stdout.write(text)
     else:
@@ -102,17 +99,13 @@ def quality_text(directory: Path, to: str = "text") -> str:
     return render(quality_tables(read_quality(directory)), to, width=terminal_width())
 
 
-def _of_store(
-    directories: Sequence[Path], to: str, views: Sequence[str], columns: Sequence[str], passed_over: list[str]
-) -> str:
+def _of_store(directories: Sequence[Path], to: str, views: Sequence[str], passed_over: list[str]) -> str:
     store = load(list(directories), passed_over)
     frame = cases(store)
     if to in PROGRAMS:
-        rows = frame.drop(columns="facts")
-        check_known("--columns", columns, rows)
-        return render([Table(rows[list(columns or rows)], ())], to)
-    listed = tables(store, views or MAIN, columns)
-    for name in (name for name in views if not tables(store, [name], columns)):
+        return render([Table(frame.drop(columns="facts"), ())], to)
+    listed = tables(store, views or MAIN)
+    for name in (name for name in views if not tables(store, [name])):
         print(f"moe-ep-bench: --view {name}: the run has no such numbers", file=sys.stderr)
     if to != "text":
         return render(listed, to)

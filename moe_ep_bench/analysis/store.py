@@ -413,6 +413,7 @@ def _shared(members: Sequence[Comparison]) -> Comparison:
         return replace(first, comparison_id=facts.group)
     num_batches = sum(comparison.facts.num_batches for comparison in members)
     draws = len(members) if SEED in facts.point else 1
-    facts = facts.model_copy(update={"point": _point(first), "num_batches": num_batches, "draws": draws})
+    title = facts.title.replace(", one draw", f", {draws} draws")
+    shared = {"title": title, "point": _point(first), "num_batches": num_batches, "draws": draws}
     conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
-    return replace(first, facts=facts, conditions=conditions)
+    return replace(first, facts=facts.model_copy(update=shared), conditions=conditions)

@@ -6,16 +6,15 @@ line styles and hatches differ too, so that a grey print reads as well. What was
 *dashed* (modelled), what others measured is *dotted* (measured elsewhere): in the tags beside a title, in the frames of
 panels, in phases.
 
-A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Its constrained layout places the panels.
-Texts are broken where a line of letters of mean width ends; matplotlib measures what they take. Equal input gives
-equal bytes: no dates, fixed salts, and no settings of the user.
+Matplotlib's constrained layout places the panels. Texts are broken where a line of letters of mean width ends;
+matplotlib measures what they take. Equal input gives equal bytes: no dates, fixed salts, no settings of the user.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from matplotlib.legend import Legend
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.origins import ORIGINS
-from moe_ep_bench.errors import check_known
 from moe_ep_bench.files import atomic_path
 
 # What a file of each format would otherwise say of its making; the date changes, the rest is noise.
@@ -47,7 +45,8 @@ CEILING_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
 NATIVE_LINE = {"color": INK, "linewidth": 1.2}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 
-FONT_SIZES = {
+STYLE = {
+    "figure.dpi": 160,
     "font.size": 10,  # "small" is 0.833 of it
     "figure.titlesize": 13,
     "figure.labelsize": 9,
@@ -56,10 +55,7 @@ FONT_SIZES = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "legend.fontsize": 9,
-}
-STYLE = {
     "axes.titlepad": 8.0,
-    **FONT_SIZES,
     "savefig.dpi": "figure",
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
     "text.color": INK,
@@ -85,25 +81,11 @@ STYLE = {
     "svg.hashsalt": "moe-ep-bench",
     "pdf.fonttype": 42,  # TrueType, which publishers ask for
 }
-# The greatest width in inches; text over the page's; dots per inch.
-SIZES = {"page": (13.0, 1.0, 160), "column": (3.3, 0.73, 300)}
-MIN_POINTS = 6.0  # of any text at any size
 
 
-@contextmanager
-def house_style(size: str = "page") -> Iterator[None]:
-    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
-    check_known("size", [size], SIZES)
-    width, scale, dots = SIZES[size]
-    fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
-    settings = {**STYLE, **fonts, "figure.figsize": (width, 5.0), "figure.dpi": dots}
-    with matplotlib.style.context(settings, after_reset=True):
-        yield
-
-
-def is_narrow() -> bool:
-    """Whether panels must stand one under another."""
-    return rcParams["figure.figsize"][0] < 5.0
+def house_style() -> AbstractContextManager[None]:
+    """Set matplotlib's parameters, whatever the user's own are, and restore these afterwards."""
+    return matplotlib.style.context(STYLE, after_reset=True)
 
 
 # ---- origins -------------------------------------------------------------------------------------------------------
@@ -252,9 +234,8 @@ _LETTER = 0.55  # a letter's width over its size, as a mean over the letters of 
 
 
 def sheet(width: float) -> Figure:
-    """An empty sheet, at most ``width`` inches wide; ``dress`` gives it its height."""
-    most, height = rcParams["figure.figsize"]
-    return Figure(figsize=(min(width, most), height), layout="constrained")
+    """An empty sheet, ``width`` inches wide; ``dress`` gives it its height."""
+    return Figure(figsize=(width, 5.0), layout="constrained")
 
 
 def folded(words: str, inches: float, points: float) -> str:
@@ -273,16 +254,15 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
         body: inches of the panels on the page.
     """
     width = figure.get_figwidth()
-    room, scale = width - 2 * _MARGIN, rcParams["font.size"] / FONT_SIZES["font.size"]
+    room, gap = width - 2 * _MARGIN, 0.09
     large, points, small = rcParams["figure.titlesize"], rcParams["figure.labelsize"], 0.8 * rcParams["font.size"]
-    small, gap = max(MIN_POINTS, small), 0.09 * scale
     from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # inches
     muted = {"color": MUTED, "linespacing": 1.3, "va": "top", "in_layout": False}
     right, above = width - _MARGIN - 0.05, _MARGIN
     for word in reversed(tags):
         place = {"ha": "right", "va": "center", "transform": from_top, "in_layout": False, "fontsize": small}
-        tag = figure.text(right, -above - 0.1 * scale, word.upper(), **place, **_tag_look(word))
-        right = tag.get_window_extent().x0 / figure.dpi - 0.25 * scale
+        tag = figure.text(right, -above - 0.1, word.upper(), **place, **_tag_look(word))
+        right = tag.get_window_extent().x0 / figure.dpi - 0.25
     for text, look in (
         (folded(title, (right - _MARGIN) / 1.15, large), {"fontsize": large, "weight": "bold", "color": INK}),
         (folded(how, room, points), {"fontsize": points}),
@@ -295,10 +275,10 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     words = "\n".join(folded(paragraph, room, small) for paragraph in footer)
     look = {**muted, "va": "bottom", "fontsize": small, "transform": figure.dpi_scale_trans}
     below = _MARGIN + figure.text(_MARGIN, _MARGIN, words, **look).get_window_extent().height / figure.dpi + gap
-    height = above + min(1.0, scale) * body + below
+    height = above + body + below
     figure.set_size_inches(width, height)
     rect = (_MARGIN / width, below / height, room / width, 1 - (above + below) / height)
-    figure.get_layout_engine().set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
+    figure.get_layout_engine().set(rect=rect, w_pad=0.06, h_pad=0.06)
 
 
 def _legend(figure: Figure, room: float) -> Legend | None:

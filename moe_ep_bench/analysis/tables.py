@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, short_labels
+from moe_ep_bench.analysis.columns import COLUMNS, Column, cut_labels, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
-_REASON_WIDTH = 90
+_REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
 _COST = ("dropped_share", "retained_mass")
 
@@ -131,17 +131,10 @@ VIEWS = {
 MAIN = ("layer", "model", "route")
 
 
-def tables(store: Store, views: Sequence[str] = MAIN, names: Sequence[str] = ()) -> list[Table]:
-    """Views of every comparison.
-
-    Args:
-        names: of columns, in place of the view's own.
-
-    Raises:
-        UserError: a column is unknown; the line lists those that there are.
-    """
+def tables(store: Store, views: Sequence[str] = MAIN) -> list[Table]:
+    """Views of every comparison."""
     shown = [
-        table_of(store, VIEWS[name], rows, names)
+        table_of(store, VIEWS[name], rows)
         for _, rows in cases(store).groupby(COMPARISON, sort=False)
         for name in views
         if kind_of(rows) in VIEWS[name].of.split()
@@ -149,7 +142,7 @@ def tables(store: Store, views: Sequence[str] = MAIN, names: Sequence[str] = ())
     return [table for table in shown if len(table.columns) > 1]
 
 
-def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] = ()) -> Table:
+def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
     """A view of one comparison; without columns where it has no rows."""
     frame = view.rows(store, rows)
     if view.where:
@@ -161,7 +154,7 @@ def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] 
     lines = view.notes if view.notes is not None else notes(store, facts["directory"], facts["comparison_id"])
     return Table(
         frame.assign(instead=_reasons(frame)) if "status" in frame else frame,
-        columns(names, frame) if names else _columns_of(view, frame),
+        _columns_of(view, frame),
         f"{facts['title']}: {view.title}" if view.title else _title(facts),
         lines,
         "instead" if "status" in frame else None,
@@ -200,11 +193,8 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
     kind = kind_of(rows)
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
     numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else VIEWS[kind].columns[1:4]
-    short = short_labels(rows["label"])
-    # What tells cases apart mostly stands at the end; those that would be one stay as they are.
-    cut = short.where(short.str.len() <= 28, short.str[:11] + " ... " + short.str[-12:])
     rows = rows.assign(
-        label=cut.where(short.groupby(cut).transform("nunique") == 1, short),
+        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     headers = {**VIEWS[kind].headers, "retained_mass": "kept"}

@@ -124,13 +124,11 @@ show  print the tables of results directories, or write them in another format
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
   --view NAMES  tables, comma-separated: layer, model, route (those by default), phases, ranks
-  --columns NAMES  of the frame, comma-separated, in place of a table's own
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each
   --figures FIGURES  comma-separated (default: all for which there are rows)
   --out DIR  default: DIR/figures of one directory, else figures
-  --size SIZE = page  page or column (3.3 inches)
   [any column against any other, in place of the figures]
   --x COLUMN  along the bottom
   --y COLUMN  upright, means

@@ -272,7 +272,7 @@ def _doctor(options: Namespace) -> int:
 def _show(options: Namespace) -> int:
     from moe_ep_bench.analysis.show import show
 
-    return show(options.directories, options.format, options.out, views=options.view, columns=options.columns)
+    return show(options.directories, options.format, options.out, views=options.view)
 
 
 def _plot(options: Namespace) -> int:

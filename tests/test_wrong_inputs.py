@@ -70,7 +70,7 @@ IMAGES = "{name: token_drop, capacity_factor: 1, modality: image_first}"
 QWEN = "advise --model qwen3-30b-a3b --ep 8 --tokens 16384"
 MODEL = "run CONFIG --nproc 2 --set scope=model --set whole.num_layers=2"
 RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
-ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --links h100-nvlink4"
+ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --set emulate.links=h100-nvlink4"
 COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: invalid int value: '32k'",
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
@@ -108,8 +108,8 @@ COMMANDS = {
     f"route CONFIG --set 'workload={{{RECORDED}, layer: all}}'": "workload.layer: all needs a recording",
     "advise": "expected a config, a results directory or --model; got none",
     "advise --model olmoe-1b-7b --tokens 64": "--ep: expected a number beside --model, got none",
-    f"{QWEN} --ep 7": "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7",
-    f"{QWEN} --device h1000": "emulate.device: expected a path of a .yaml or one of a100-sxm-80gb",
+    f"{QWEN} --ep 7 --peak-load 4": "layer.ep_size: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7",
+    f"{QWEN} --peak-load 4 --set emulate.device=h1000": "emulate.device: expected a path of a .yaml or one of a100",
     f"{QWEN} --peak-load 2 --trace no": "--trace, --peak-load: expected one of them",
     QWEN: "--trace, --peak-load: expected one, which says how busy experts are; got none",
     "advise CONFIG --ep 4": "--ep: expected none with a config",

@@ -331,7 +331,8 @@ def _told_apart(rows: pd.DataFrame) -> pd.Series:
 
 def point_words(point: Mapping[str, Any]) -> str:
     """A place in a sweep: swept keys, without their section, and values."""
-    return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in point.items())
+    named = {key.rpartition(".")[2].replace("_", " "): value for key, value in point.items()}
+    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in named.items())
 
 
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:

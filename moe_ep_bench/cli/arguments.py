@@ -58,13 +58,10 @@ advise  find the fastest policy within bounds on what it drops
   --ep N  expert-parallel ranks
   --tokens N  tokens of a batch, all ranks together
   --decode-tokens N  of decode, in place of --tokens: requests of a step, all ranks together
-  --device NAME  of data/devices/ (h100-sxm), or a table
-  --links NAME  of data/links/, or a table (those of the device)
-  --all  print every candidate
   --out DIR  results directory (default: results/advise-...)
   @set
   --force  repeat finished cases
-  --dry-run  print candidates, traffic and time; run nothing
+  --dry-run  print candidates, traffic and the config; run nothing
   [traffic (one of these, or --set)]
   --trace FILE  a moe-trace-v1 recording
   --peak-load X  load of the busiest expert over the mean

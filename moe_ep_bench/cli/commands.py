@@ -188,21 +188,18 @@ def _advise(options: Namespace) -> int:
         from moe_ep_bench.analysis.advise import advice_text
         from moe_ep_bench.analysis.cases import load_timed
 
-        print(advice_text(load_timed(options.config), bounds, show_all=options.all))
+        print(advice_text(load_timed(options.config), bounds))
         return OK
     question = ask(options, bounds)
     if options.dry_run:
         print(question.plan)
         return OK
-    question.check()
-    for line in question.cautions:
-        print(f"moe-ep-bench: {line}", file=sys.stderr, flush=True)
     status = question.model(force=options.force)
 
     def report() -> str:
         from moe_ep_bench.analysis.advise import write_answer
 
-        return write_answer(question, bounds, show_all=options.all)
+        return write_answer(question, bounds)
 
     return shown(status, report)
 

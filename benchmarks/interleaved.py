@@ -35,6 +35,14 @@ def interleaved(
     return times
 
 
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A program whose docstring this is, with the options that all have."""
+    parser = argparse.ArgumentParser(description=str(text).partition("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
+    return parser
+
+
 def device_of(parser: argparse.ArgumentParser, rehearses: bool) -> torch.device:
     """The GPU that is here, or the CPU for a rehearsal."""
     if not rehearses and not torch.cuda.is_available():

@@ -1,37 +1,62 @@
 #!/usr/bin/env python
-"""What does routing by each policy cost beside plain top-k? Ratios of one run, on the CPU.
+"""What does routing by each policy cost beside plain top-k? Ratios of one run, on the CPU or on a GPU.
 
-    python benchmarks/policies.py [--quick] [--rounds 7] [--out DIR]
+    python benchmarks/policies.py [--gpu] [--quick] [--rounds 7] [--out DIR]
 
-All policies route the same scores, interleaved with the yardsticks: ``torch.topk`` alone, and the
-straightforward formulations of Token Drop and Expanded Drop (arXiv 2503.05066, Algorithms 1 and 2:
-top-k, scatter, top-k over the tokens of every expert, scatter). Prefill and decode shapes, on one
-thread and on all. Machines with other work on them: trust the ratios, not the milliseconds.
+All policies route the same scores, interleaved with the yardsticks: ``torch.topk`` alone, and the straightforward
+formulations of Token Drop and Expanded Drop (arXiv 2503.05066, Algorithms 1 and 2: top-k, scatter, top-k over the
+tokens of every expert, scatter). Ratios are medians over rounds. On the CPU numba's loops run on one thread and on all.
+
+``--gpu`` times the Triton kernels. First each must choose the same pairs as the formulation in torch (or numba, where
+torch would go token by token), on the very scores that are timed; one that does not is not timed. A form is timed as
+Python launches it on an idle device (*launched*), which contains the host's time, and as a CUDA graph replays it
+(*graph*), which is what the kernels take, and of which ratios are; all else is queued behind a hold of the device.
+Rates count the least that must move: scores read, map and weights written, once.
+
+--rehearse runs Triton's interpreter on the CPU at toy sizes: it tries ``--gpu``, and measures nothing.
+Exit status: 0 all forms agree, 1 one does not.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
+from typing import Any
+
+if "--rehearse" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import pandas as pd
 import torch
-from interleaved import interleaved, keep, median_ratio
+from interleaved import device_of, interleaved, keep, median_ratio, parser_of, replayed
 from torch import Tensor
 
-from moe_ep_bench.kernels import form_of
-from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
+from moe_ep_bench import kernels
+from moe_ep_bench.machine import provenance
+from moe_ep_bench.policies import POLICIES, Policy, RoutingContext, make_policy
+from moe_ep_bench.policies.laser import LoadAwarePolicy
+from moe_ep_bench.timing.device import measure_ceilings
+from moe_ep_bench.timing.timer import HOLD_US, clock_for, time_us
 
-TOP_K = 8
-NUM_RANKS = 8
-PREFILL = [(65_536, 64), (65_536, 128), (524_288, 64), (524_288, 128)]
-DECODE = [(1, 128), (8, 128), (64, 128), (512, 128)]
-QUICK = [(4_096, 64), (64, 128)]
+TOP_K = NUM_RANKS = 8
+# Tokens and experts, by what is timed and whether quickly.
+DECODE = [(1, 128), (16, 128), (64, 128), (512, 128)]
+SHAPES = {
+    ("cpu", False): [(65_536, 64), (65_536, 128), (524_288, 64), (524_288, 128), *DECODE],
+    ("cpu", True): [(4_096, 64), (64, 128)],
+    ("gpu", False): [(65_536, 64), (524_288, 64), (524_288, 128), *DECODE],
+    ("gpu", True): [(65_536, 64), (16, 128)],
+    ("rehearsal", False): [(70, 16), (4, 16)],
+    ("rehearsal", True): [(4, 16)],
+}
+MOST_DECODE_TOKENS = 1024
+# Token by token, for scores of a whole prefill, they would take this script's time on a GPU.
+MOST_SEQUENTIAL_TOKENS = 65_536
+# What a graph holds of a decode step, so that replaying it takes the host less than the device.
+REPEATED = 20
 
 SPECS = [
     {"name": "topk"},
@@ -54,45 +79,137 @@ SPECS = [
 PLAIN = "torch.topk"
 ALGORITHMS = {"token_drop": "Algorithm 1 as published", "expanded_drop": "Algorithm 2 as published"}
 
+Call = Callable[[], Any]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small shapes, to see that it works")
+    parser = parser_of(__doc__)
+    parser.add_argument("--gpu", action="store_true", help="time the Triton kernels")
+    parser.add_argument("--quick", action="store_true", help="few or small shapes")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     assert {spec["name"] for spec in SPECS} == POLICIES.keys() - {"sere"}, "sere needs a checkpoint's file"
-    all_threads = torch.get_num_threads()
-    tables = []
-    for num_threads in sorted({1, all_threads}):
-        torch.set_num_threads(num_threads)
-        for num_tokens, num_experts in QUICK if options.quick else [*PREFILL, *DECODE]:
-            table = _table(interleaved(_contenders(num_tokens, num_experts), options.rounds, _seconds), num_tokens)
-            print(f"\n{num_tokens:,} tokens, {num_experts} experts, top-{TOP_K}, {num_threads} threads")
-            print(table.to_string(index=False, float_format="{:.3g}".format, na_rep=""), flush=True)
-            tables.append(table.assign(num_tokens=num_tokens, num_experts=num_experts, num_threads=num_threads))
-    keep(options.out, "policies", pd.concat(tables), torch.device("cpu"))
-    return 0
+    by_triton = options.gpu or options.rehearse
+    device = device_of(parser, options.rehearse) if by_triton else torch.device("cpu")
+    copy_gbps = measure_ceilings(device, torch.float32).copy_gbps if by_triton else None
+    print(provenance.describe(device)["device_name"])
+    kind = "rehearsal" if options.rehearse else "gpu" if options.gpu else "cpu"
+    all_threads, tables, wrong = torch.get_num_threads(), [], []
+    with torch.inference_mode():
+        for num_threads in [all_threads] if by_triton else sorted({1, all_threads}):
+            torch.set_num_threads(num_threads)
+            for num_tokens, num_experts in SHAPES[kind, options.quick]:
+                bench = Bench(device, num_tokens, num_experts, by_triton)
+                title = f"{num_tokens:,} tokens, {num_experts} experts, top-{TOP_K}, {num_threads} threads"
+                wrong += [f"{label}: {title}" for label in bench.wrong]
+                table = bench.table(options.rounds, copy_gbps)
+                print(f"\n{title}\n{table.to_string(index=False, float_format='{:.3g}'.format, na_rep='')}", flush=True)
+                about = {"num_tokens": num_tokens, "num_experts": num_experts, "num_threads": num_threads}
+                tables.append(table.assign(**about))
+                # A later shape that fails costs nothing.
+                keep(options.out, "policies_gpu" if by_triton else "policies", pd.concat(tables), device)
+    if by_triton:
+        print("\n" + (f"DISAGREE, not timed: {'; '.join(wrong)}" if wrong else "all Triton forms agree"))
+    return int(bool(wrong))
 
 
-def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], object]]:
-    """The yardsticks and every policy, by label, on the same scores."""
-    generator = torch.Generator().manual_seed(0)
-    logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
-    logits_TE += torch.randn(num_experts, generator=generator)  # some experts are sought after
-    scores_TE = logits_TE.softmax(dim=1)
-    context = RoutingContext(
-        top_k=TOP_K, num_ranks=NUM_RANKS, generator=generator, request_id_T=torch.arange(num_tokens) // 256
-    )
-    contenders: dict[str, Callable[[], object]] = {
-        PLAIN: lambda: scores_TE.topk(TOP_K, dim=1),
-        ALGORITHMS["token_drop"]: lambda: published(scores_TE, num_local=0),
-        ALGORITHMS["expanded_drop"]: lambda: published(scores_TE, num_local=num_experts // NUM_RANKS),
-    }
-    for policy in map(make_policy, SPECS):
-        policy.check(scores_TE, context)
-        contenders[policy.label] = functools.partial(form_of(policy, "cpu").select, scores_TE, context)
-    return contenders
+class Bench:
+    """All forms of all policies on the same scores.
+
+    Attributes:
+        wrong: labels of the policies whose Triton form fails or chooses other pairs.
+    """
+
+    def __init__(self, device: torch.device, num_tokens: int, num_experts: int, by_triton: bool) -> None:
+        self.device, self.num_tokens, self.by_triton = device, num_tokens, by_triton
+        self.is_decode = num_tokens <= MOST_DECODE_TOKENS
+        generator = torch.Generator(device).manual_seed(0)
+        logits_TE = torch.randn(num_tokens, num_experts, generator=generator, device=device)
+        logits_TE += torch.randn(num_experts, generator=generator, device=device)  # some experts are sought after
+        self.scores_TE = logits_TE.softmax(dim=1)
+        request_T = torch.arange(num_tokens, device=device) // (1 if by_triton and self.is_decode else 256)
+        self.context = RoutingContext(top_k=TOP_K, num_ranks=NUM_RANKS, request_id_T=request_T)
+        specs = [{**spec, "c": min(spec["c"], num_experts)} if "c" in spec else spec for spec in SPECS]
+        all_timed = not by_triton or num_tokens <= MOST_SEQUENTIAL_TOKENS
+        self.policies = [p for p in map(make_policy, specs) if all_timed or not isinstance(p, LoadAwarePolicy)]
+        self.twins = {policy.label: self._twin(policy) for policy in self.policies} if by_triton else {}
+        self.wrong = [policy.label for policy in self.policies if by_triton and not self._agrees(policy)]
+
+    def _twin(self, policy: Policy) -> Call | None:
+        twin = kernels.triton_twins().get(type(policy))
+        by_request = getattr(policy, "scope", None) == "request" and not self.is_decode
+        return None if twin is None or by_request else partial(twin.select, policy, self.scores_TE, self.context, None)
+
+    def _plain(self, policy: Policy) -> Call:
+        return lambda: kernels.oracle_for(policy, self.device).select(self.scores_TE, self.context)
+
+    def _agrees(self, policy: Policy) -> bool:
+        twin = self.twins[policy.label]
+        if twin is None:
+            return True
+        try:
+            ours, expected = twin(), self._plain(policy)()
+            near = torch.allclose(ours.weights_TE, expected.weights_TE, rtol=1e-5, atol=1e-30)
+            return near and all(torch.equal(map_TE, ours.map_TE) for map_TE in (twin().map_TE, expected.map_TE))
+        except Exception as error:
+            print(f"{policy.label}: {type(error).__name__}: {error}", file=sys.stderr)
+            return False
+
+    def _contenders(self) -> dict[tuple[str, str], Call]:
+        """The yardsticks and every policy, by label and form."""
+        num_local = self.scores_TE.shape[1] // NUM_RANKS
+        contenders: dict[tuple[str, str], Call] = {
+            (PLAIN, "torch"): lambda: self.scores_TE.topk(TOP_K, dim=1),
+            (ALGORITHMS["token_drop"], "torch"): partial(published, self.scores_TE, 0),
+            (ALGORITHMS["expanded_drop"], "torch"): partial(published, self.scores_TE, num_local),
+        }
+        for policy in self.policies:
+            if not self.by_triton:
+                policy.check(self.scores_TE, self.context)
+                form = kernels.form_of(policy, "cpu")
+                contenders[policy.label, form.runs(*self.scores_TE.shape)] = partial(
+                    form.select, self.scores_TE, self.context
+                )
+                continue
+            # Seconds on the host, at prefill, that no ratio needs.
+            if self.is_decode or not isinstance(policy, LoadAwarePolicy):
+                contenders[policy.label, "torch"] = self._plain(policy)
+            twin = self.twins[policy.label]
+            if twin is not None and policy.label not in self.wrong:
+                contenders[policy.label, "launched"] = twin
+                if self.device.type == "cuda":
+                    contenders[policy.label, "graph"] = replayed(twin, self._repeated)
+        return contenders
+
+    @property
+    def _repeated(self) -> int:
+        return REPEATED if self.is_decode else 1
+
+    def table(self, rounds: int, copy_gbps: float | None) -> pd.DataFrame:
+        """Medians in microseconds and ratios, a row for each policy; ``copy_gbps``: rates are set beside a copy's."""
+        clock = clock_for(self.device)
+
+        def measure(name: tuple[str, str], run: Call) -> float:
+            taken_us = time_us(run, clock, hold_us=0.0 if name[1] == "launched" else HOLD_US)
+            return taken_us / (self._repeated if name[1] == "graph" else 1)
+
+        times = interleaved(self._contenders(), rounds, measure)
+        rows: dict[str, dict[str, Any]] = {}
+        for (label, form), of_form in times.items():
+            row = rows.setdefault(label, {"what": label})
+            row[f"{form} us"] = statistics.median(of_form)
+            if self.by_triton and form == "torch" and label in self.twins:
+                continue
+            row["over top-k"] = median_ratio(of_form, times[PLAIN, "torch"])
+            if (label, "torch") in times and label in self.twins:
+                row["over torch"] = median_ratio(of_form, times[label, "torch"])
+            if (algorithm := ALGORITHMS.get(label.split()[0])) is not None:
+                row["over published"] = median_ratio(of_form, times[algorithm, "torch"])
+            row["tokens/us"] = self.num_tokens / row[f"{form} us"]
+            if copy_gbps is not None and not self.is_decode:
+                row["GB/s"] = (4 + 1 + 4) * self.scores_TE.numel() / row[f"{form} us"] / 1e3
+                row["of copy"] = row["GB/s"] / copy_gbps
+        return pd.DataFrame(rows.values())
 
 
 def published(scores_TE: Tensor, num_local: int) -> Tensor:
@@ -103,26 +220,6 @@ def published(scores_TE: Tensor, num_local: int) -> Tensor:
     candidates_TE[:, :num_local] = scores_TE[:, :num_local]
     kept = candidates_TE.topk(num_tokens * TOP_K // num_experts, dim=0)
     return torch.zeros_like(scores_TE).scatter(0, kept.indices, kept.values)
-
-
-def _seconds(_: str, run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _table(times: dict[str, list[float]], num_tokens: int) -> pd.DataFrame:
-    """Medians; ratios are medians over rounds, so that a disturbance strikes both sides."""
-    rows = []
-    for name, seconds in times.items():
-        ratios = {"over top-k": times[PLAIN]}
-        algorithm = ALGORITHMS.get(name.split()[0])
-        if algorithm is not None:
-            ratios["over published"] = times[algorithm]
-        medians = {column: median_ratio(seconds, yardstick) for column, yardstick in ratios.items()}
-        median = statistics.median(seconds)
-        rows.append({"what": name, "ms": 1e3 * median, "tokens/us": num_tokens / median / 1e6, **medians})
-    return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":

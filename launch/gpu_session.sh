@@ -182,18 +182,16 @@ show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/qu
   --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
   --set measure.breakdown_iterations=1 "${tiny[@]}" \
   ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
-show experts 60 "$python" benchmarks/experts.py --out "$out" $rehearse
-show device 150 "$python" benchmarks/device.py --out "$out" $rehearse
+show device 260 "$python" benchmarks/device.py --out "$out" $rehearse
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
 table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
-show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
+show policies-quick 100 "$python" benchmarks/policies.py --gpu --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 # What time is left for, here or when the command is given again.
 [ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
 emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
-show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${rehearse:+--rounds 1}
+show policies 240 "$python" benchmarks/policies.py --gpu --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 table oea-table5 100 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}

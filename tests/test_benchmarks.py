@@ -11,8 +11,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from moe_ep_bench.config.files import experiments_of
+from moe_ep_bench.models import load_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,3 +49,23 @@ def test_the_traffics_of_what_loses_nothing_are_configs(monkeypatch: pytest.Monk
         sweep = values.pop("sweep")
         num_layers = len(sweep.get("workload.layer", [0]))
         assert len(experiments_of(Path(name), values, sweep)) == num_layers, name
+
+
+@pytest.mark.seam
+def test_a_device_is_measured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core's permutation and its inverse give each token back as often as it has experts."""
+    device = program(monkeypatch, "device")
+    bench, olmoe = device.Bench(torch.device("cpu"), rehearse=True), load_model("olmoe-1b-7b").scaled(1 / 32)
+    decoded = load_model("qwen3-235b-a22b").sharded(8).scaled(1 / 32)
+    parts = bench.routing(), bench.attention(), bench.permutation(olmoe), bench.experts(olmoe), bench.decode(decoded)
+    table = pd.DataFrame(row for part in parts for row in part)
+    assert (table["least"] <= table["us"]).all()
+    assert {"torch top-k", "own keys", "megatron, there and back", "grouped", "decode"} <= set(table["form"])
+    best = device.summary(table).set_index(["what", "form"])
+    assert best.loc["decode", "gbps"].gt(0).all()
+    assert best.loc["experts", "tflops"].gt(0).all()
+    lines = list(device.slopes(table))
+    assert [line.partition(": ")[0].split(", ")[-1] for line in lines] == ["decode", "grouped"]
+    hidden_TD, map_TE = bench.normal(24, 16), bench.uniform(24, 8) < 0.5
+    back_TD = device.there_and_back(hidden_TD, map_TE, int(map_TE.sum()), fused=False)
+    torch.testing.assert_close(back_TD, hidden_TD * map_TE.sum(1, keepdim=True))

@@ -77,17 +77,17 @@ def session(tmp_path: Path) -> Session:
 
 
 def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session) -> None:
-    (session.folder / "fails").write_text("benchmarks/experts.py")
+    (session.folder / "fails").write_text("benchmarks/device.py")
     status, printed, steps = session.run()
     assert status == 1
-    assert steps > 20
-    assert "experts: FAILED with status 3 (experts.txt, experts.err)" in printed
+    assert steps > 18
+    assert "device: FAILED with status 3 (device.txt, device.err)" in printed
     assert "run: done in" in printed
     (session.folder / "fails").unlink()
     status, printed, steps = session.run()
     assert (status, steps) == (0, 1)
     assert "FAILED" not in printed
-    assert "output of benchmarks/experts.py" in session.summary()
+    assert "output of benchmarks/device.py" in session.summary()
     assert "commit " in session.summary()
     assert session.run()[::2] == (0, 0)
 
@@ -107,7 +107,7 @@ def test_steps_that_repeat_papers_make_one_draw(session: Session) -> None:
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:
-    status, _, steps = session.run("--only", "run,experts", "--minutes", "0")
+    status, _, steps = session.run("--only", "run,device", "--minutes", "0")
     assert (status, steps) == (0, 2)
     assert "olmoe" not in session.summary()
     assert session.run("--only", "rnu")[0] == 2
@@ -120,16 +120,16 @@ def test_what_time_is_up_for_is_not_begun_and_named(session: Session) -> None:
 
 
 def test_a_session_that_is_ended_keeps_what_it_has(session: Session) -> None:
-    (session.folder / "hangs").write_text("benchmarks/experts.py")
+    (session.folder / "hangs").write_text("benchmarks/device.py")
     started = session.start()
     steps = session.out / "steps"
     deadline = time.monotonic() + 100
-    while not (session.folder / "calls").exists() or "experts.py" not in (session.folder / "calls").read_text():
+    while not (session.folder / "calls").exists() or "device.py" not in (session.folder / "calls").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "run: done in" in session.summary(), "kept up to date, should it be killed"
     started.send_signal(signal.SIGTERM)
     started.communicate(timeout=60)
     assert started.returncode == 1
-    assert "FAILED" in (steps / "experts").read_text()
+    assert "FAILED" in (steps / "device").read_text()
     assert "decode-graph: not begun" in session.summary()

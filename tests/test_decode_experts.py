@@ -150,6 +150,18 @@ def test_combining_adds_in_the_order_of_experts(launches, num_experts, hidden_si
     assert launches == ["_combine_kernel"]
 
 
+def test_a_slice_of_a_map_is_copied_ahead_of_all_launches(monkeypatch):
+    """A launch overlaps the one before it alone: were that the copy, the sums might read it half written."""
+    hidden_TD, map_TE, weights_TE = routed(6, 8, 40, torch.float32)
+    local, experts, maps = slice(2, 5), weights(3, 40, 24, torch.float32), []
+    here = map_TE[:, local], weights_TE[:, local]
+    monkeypatch.setattr(
+        decode_experts_triton, "combine", lambda rows, map_TL: maps.append(map_TL) or combine(rows, map_TL)
+    )
+    assert_like_the_loop(hidden_TD, *here, *experts)
+    assert maps[0].is_contiguous()
+
+
 # --- On a GPU ----------------------------------------------------------------------------------------------
 
 

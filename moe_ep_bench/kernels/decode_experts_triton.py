@@ -299,4 +299,6 @@ def decode_experts(
     Any map will do: a token may take none of these experts or all of them. Device memory for T x L pairs is set
     aside (T x L x (D + F) values), but only rows of pairs are touched.
     """
+    # A slice, among several ranks. ``combine`` reads it while the launch before it ends, which must not be its copy.
+    map_TL = map_TL.contiguous()
     return combine(expert_rows(hidden_TD, map_TL, weights_TL, gate_up_L2FD, down_LDF), map_TL)

@@ -6,17 +6,22 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from virtual_time import HandClock
 
+from moe_ep_bench.bench import measured_ranks
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 from moe_ep_bench.bench.virtual import Emulation
+from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.cost_model.timeline import RankTime
+from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import find_waiting
+from moe_ep_bench.timing.protocol import Step, find_waiting
 from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, PhaseRecorder, Stopwatch, timed
 
 
@@ -175,3 +180,44 @@ def test_a_virtual_rank_takes_as_long_as_the_host_that_issued_it(paced: bool, to
     experts_R, unaccounted_R, total_R = emulation.samples["decode"][:, 0, :3].T
     assert total_R.tolist() == totals_us
     assert (experts_R + unaccounted_R == total_R).all()
+
+
+@pytest.mark.parametrize(("device_type", "paced"), [("cuda", {"decode": True, "waits": False}), ("cpu", {})])
+def test_virtual_ranks_are_paced_on_a_gpu_unless_their_host_waits(
+    device_type: str, paced: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Case:
+        def __init__(self, ranks: object, router: Any, *of_rank: object) -> None:
+            self.case_id = router.case.case_id
+
+        def time(self, step: Step) -> RankTime:
+            return RankTime([], [])
+
+    here, stored = SimpleNamespace(watch=SimpleNamespace(waiting=frozenset())), []
+    here.note_waiting = lambda turns, begin: here.watch.__dict__.update(waiting={"waits"})
+    emulation = Emulation.__new__(Emulation)
+    emulation.device, emulation.num_ranks, emulation.begin = SimpleNamespace(type=device_type), 2, lambda case_id: None
+    measure = MeasureConfig(iterations=3)
+    emulation.comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
+    emulation.routed = SimpleNamespace(batches=SimpleNamespace(shares=lambda layer, index: ["rank 0", "rank 1"]))
+    routers = [SimpleNamespace(case=SimpleNamespace(case_id=name)) for name in ("decode", "waits")]
+    monkeypatch.setattr(emulation, "_route", lambda index: [(router, "traffic") for router in routers])
+    monkeypatch.setattr(emulation, "_store", lambda router, *args, **kwargs: stored.append((router, *args, kwargs)))
+    monkeypatch.setattr(measured_ranks, "RankCase", Case)
+    emulation._measure_batch(0, here)
+    assert {router.case.case_id: kwargs["paced"] for router, *_, kwargs in stored} == {
+        "decode": False,
+        "waits": False,
+    } | paced
+    assert [[len(runs) for runs in times_R] for _, times_R, *_ in stored] == [[3, 3], [3, 3]]
+
+
+def test_the_peak_of_memory_is_that_of_a_comparison_and_not_of_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of emulated ranks too: the copy that is a yardstick takes 2 GiB."""
+    done: list[str] = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    free_memory(torch.device("cuda"))
+    assert done == ["empty_cache", "reset_peak_memory_stats"]

@@ -36,7 +36,6 @@ from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.stack import layer_seed
-from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import (
@@ -155,7 +154,6 @@ class Session:
         self.settings, self.seed, self.dtype = measure, settings.seed, DTYPES[settings.dtype]
         self.ceilings = measure_ceilings(self.device, self.dtype)
         free_memory(self.device)  # over 2 GiB on a GPU
-        provenance.forget_peak_memory(self.device)
         self.meet = Rendezvous(groups.ep, self.device)
         self.layers, self.num_batches = tuple(comparison.workloads), comparison.workload.num_batches
         self.stack = builder(comparison, self.device)(groups=groups)

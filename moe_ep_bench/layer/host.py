@@ -101,13 +101,14 @@ def keep_freed_memory() -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what is not used any more, between comparisons: layers with hooks hold themselves."""
+    """Give back what is not used any more (layers with hooks hold themselves), and let the peak begin anew."""
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextlib.contextmanager

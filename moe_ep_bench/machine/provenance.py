@@ -101,15 +101,10 @@ def cpu_name() -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process held: on the device since ``forget_peak_memory``, on a CPU ever."""
+    """The most memory that this process held: on a GPU since ``host.free_memory``, on a CPU ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def forget_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "reference", help="folder (%(default)s)")
     parser.add_argument("--only", default="", help="traffics whose name has this")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     traffics = {name: values for name, values in configs(options.traces).items() if options.only in name}
     with tempfile.TemporaryDirectory() as folder:
         rows = modelled(traffics, Path(folder))

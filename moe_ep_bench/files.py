@@ -78,15 +78,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Refuse a folder to write into that is a file, or lies below one; said before anything is read or drawn.
-
-    Raises:
-        ValueError: one line that names the option, the folder and the file.
-    """
-    place = next(place for place in (folder, *folder.parents) if place.exists())
-    if not place.is_dir():
-        words = "is a file" if place == folder else f"lies below {place}, which is a file"
-        raise UserError(f"{option} {folder}: {words}; expected a directory")
+    """Refuse a file as a folder to write into, before anything is read or drawn; ValueError names the option."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{option} {folder}: is a file; expected a directory")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from test_workload import top_k_load
 
-from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
@@ -56,14 +56,19 @@ def config(folder: Path, **workload: Any) -> Path:
     return path
 
 
+def planned(path: Path) -> Comparison:
+    return compare(load_experiments(path, on_cpu=True)[0], ROUTING, on_cpu=True)
+
+
 def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
     """One rank's counts alone are such."""
     written(tmp_path, [[0, 0, 0, 9]])
     path = config(tmp_path)
     path.write_text(path.read_text().replace("top_k: 1", "top_k: 2"))
-    expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4$"
-    with pytest.raises(UserError, match=expected):
-        load_experiments(path, on_cpu=True)
+    with pytest.raises(
+        UserError, match=r"^workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4$"
+    ):
+        planned(path)
 
 
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
     both = "skew_from, layer: expected both or none"
     for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": None}, both), ({"skew_from": None}, both)):
         with pytest.raises(UserError, match=message):
-            load_experiments(config(tmp_path, **wrong), on_cpu=True)
+            planned(config(tmp_path, **wrong))
 
 
 # What is wrong: the content of counts.json, and what the line says behind the file's name.
@@ -114,10 +119,11 @@ def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
 
 
 def test_counts_of_another_model_or_none_are_a_mistake_of_the_config(tmp_path: Path) -> None:
-    for content, words in (([[1, 2], [3, 4]], "expected counts of 4 experts, got 2"), ({"x": 1}, "expected logical_")):
+    of_two = "skew_from: expected counts of 4 experts, got 2"
+    for content, words in (([[1, 2], [3, 4]], of_two), ({"x": 1}, r"\S*counts.json: expected logical_[^\n]*")):
         written(tmp_path, content)
-        with pytest.raises(UserError, match=f"^[^\n]*counts.json: {words}[^\n]*$"):
-            load_experiments(config(tmp_path), on_cpu=True)
+        with pytest.raises(UserError, match=f"^workload: {words}$"):
+            planned(config(tmp_path))
 
 
 def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
@@ -125,5 +131,5 @@ def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="skew, skew_from: expected one of the two, got both"):
         load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
     for missing in ("none.json", "."):
-        with pytest.raises(UserError, match=r"config.yaml: [^:]*: no such file"):
-            load_experiments(config(tmp_path, skew_from=missing), on_cpu=True)
+        with pytest.raises(UserError, match=r"^workload: [^:]*: no such file"):
+            planned(config(tmp_path, skew_from=missing))

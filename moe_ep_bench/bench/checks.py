@@ -176,7 +176,7 @@ def of_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= num_padding)):
         most = f"less than the {tokens_BR[batch, rank]} tokens that rank {rank} has in batch {batch}"
         yield True, "workload.padding_per_rank", most, num_padding
-    if experiment.layer.gathers and ep_size > 1:
+    if (experiment.layer.experts == "decode" or experiment.layer.cuda_graph) and ep_size > 1:
         for number, (least, most) in enumerate(zip(tokens_BR.min(axis=1), tokens_BR.max(axis=1), strict=True)):
             got = f"{least} to {most} tokens of batch {number} on a rank, which layer.experts: decode gathers"
             yield least < most, "workload.num_tokens", "as many for every rank", got

@@ -21,7 +21,7 @@ import yaml
 from moe_ep_bench.bench.comparison import Comparison, is_drawn
 from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
-from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
+from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
@@ -110,7 +110,7 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
     raw, sweep, notes = _of_flags(options) if options.config is None else _of_config(options)
     asked = experiments_of(where, *copy.deepcopy(({**raw, "policies": [{"name": "topk"}]}, sweep)))
     workloads = [experiment.workload for experiment in asked]
-    if all(workload.is_unskewed for workload in workloads):
+    if not any(map(_is_skewed, workloads)):
         if options.config is None:
             raise UserError("--trace, --peak-load: expected one, which says how busy experts are; got none")
         notes.append("assumed: traffic without skew, as the config sets none (sweep workload.peak_load)")
@@ -237,6 +237,13 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
         beyond_node = max(size or _NODE for size in sizes) > _NODE
         with naming("emulate.device"):
             emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
+
+
+def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
+    """Something says how busy experts are."""
+    if isinstance(workload, RecordedConfig):
+        return True
+    return not (workload.skew is None and workload.skew_from is None and workload.peak_load is None)
 
 
 def _is_drawn(experiment: Experiment) -> bool:

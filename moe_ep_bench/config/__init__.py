@@ -15,13 +15,13 @@ from pydantic import ConfigDict, Field, PlainSerializer, PrivateAttr, model_vali
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.errors import UserError, check_known, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
-from moe_ep_bench.workload.targets import PATTERNS, SKEWS, TARGETS, Skew, layer_loads, load_skew, read_counts
+from moe_ep_bench.workload.targets import PATTERNS, SKEWS, TARGETS, Skew, layer_loads, load_skew
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
@@ -48,13 +48,13 @@ class ModelConfig(Strict):
     model_config = ConfigDict(extra="allow")
 
     preset: str | None = None
-    """Model of data/models/; or a shape by hand: num_experts, top_k, hidden_size, ffn_hidden_size, other keys."""
+    """Model of data/models/; or in its place a shape: num_experts, top_k, hidden_size, ffn_hidden_size, ..."""
     hf_config: Annotated[Path | None, NAME] = None
-    """Hugging Face config.json, or its folder, in place of a preset."""
+    """Hugging Face config.json, or its folder."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share every expert. One shard runs, without the all-reduce."""
+    """Ranks that share every expert; one shard runs, without all-reduce."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -84,17 +84,17 @@ class ModelConfig(Strict):
 
 class _Workload(Strict):
     tokens_per_rank: int | None = Field(None, ge=1)
-    """Tokens of a rank's batch, on average; this or num_tokens."""
+    """Tokens of a rank, on average."""
     num_tokens: int | None = Field(None, ge=1)
-    """Tokens of a batch over all ranks; this or tokens_per_rank."""
+    """Tokens of all ranks; this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
-    """Batches, the same for any number of ranks; intervals need ten."""
+    """Batches; intervals need ten."""
     seed: int = Field(0, ge=0)
     """Seed of the batches."""
     padding_per_rank: int = Field(0, ge=0)
-    """Padding tokens that end every rank's batch; ``native`` alone computes them."""
+    """Padding tokens of a rank, which ``native`` alone computes."""
     image_share: float | None = Field(None, ge=0, le=1)
-    """Share of image tokens, first in every sequence, for policies with a ``modality``."""
+    """Share of image tokens, for policies with a ``modality``."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
@@ -110,17 +110,17 @@ class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
-    """Targets calibrated to the model (data/skews/), where keys beside it win; or another benchmark's pattern."""
+    """Targets calibrated to the model (data/skews/), or another benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
-    """Counts of experts in place of ``skew``: SGLang's ``logical_count`` or [layers][experts], as JSON."""
+    """Counts of experts as JSON, in place of ``skew``."""
     layer: int | None = Field(None, ge=0)
-    """Layer of ``skew_from`` whose loads experts get, or ``all``: a comparison each."""
+    """Layer of ``skew_from``, or ``all``: a comparison each."""
     peak_load: float | None = Field(None, ge=1)
-    """Load of the fullest expert over the mean; null = no skew."""
+    """Load of the fullest expert over the mean."""
     sequence_length: int = Field(128, ge=1)
-    """1 = decode; 1 + L = speculative decoding with L draft tokens."""
+    """1 = decode; 1 + L = with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
-    """Load of the fullest rank over the mean; null = experts stand at random."""
+    """Load of the fullest rank over the mean; null = by chance."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
     neighbour_overlap: float | None = Field(None, gt=0)
@@ -135,11 +135,6 @@ class SyntheticConfig(_Workload):
     def request_tokens(self) -> int | None:
         """Tokens of a request in a batch; None = whole sequences, as recorded."""
         return self.sequence_length
-
-    @property
-    def is_unskewed(self) -> bool:
-        """No key says how busy experts are."""
-        return self.skew is None and self.skew_from is None and self.peak_load is None
 
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
@@ -162,16 +157,17 @@ class SyntheticConfig(_Workload):
         Raises:
             ValueError: there is no such skew of the model.
         """
-        targets = self.model_dump(include=set(TARGETS))
-        several = ep_size is not None and ep_size > 1
-        targets["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if self.rank_load and several else None
+        given = self.model_dump(include=set(TARGETS), exclude_unset=True)
+        if given.get("rank_load"):
+            given["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if ep_size and ep_size > 1 else None
+        targets = dict.fromkeys(TARGETS)
+        if self.skew is not None and self.skew not in PATTERNS:
+            targets |= self.calibration(preset).targets()
+            if self.sequence_length == 1:
+                targets["neighbour_overlap"] = None  # No token has neighbours.
+        targets |= given
         if self.skew_from is not None and self.layer is not None:
             targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
-        if self.skew is not None and self.skew not in PATTERNS:
-            calibrated = self.calibration(preset).targets()
-            targets |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
-            if self.sequence_length == 1 and "neighbour_overlap" not in self.model_fields_set:
-                targets["neighbour_overlap"] = None  # no token has neighbours
         if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:
             targets["rank_load"] = None
         return targets
@@ -191,19 +187,17 @@ class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
     """Scores are replayed from recordings."""
     trace: tuple[Annotated[Path, NAME], ...] = Field(min_length=1)
-    """Path of a recording (moe-trace-v1), or a list of several that are mixed evenly."""
+    """Recording (moe-trace-v1), or several, mixed evenly."""
     layer: int = Field(ge=0)
     """Recorded layer; ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
-    """Whole sequences (prefill), or the next step of requests that decode side by side."""
+    """Whole sequences, or steps of requests that decode side by side."""
     tokens_per_request: int = Field(1, ge=1)
-    """Of a decode step; 1 + L = speculative decoding with L draft tokens."""
+    """Of a decode step; 1 + L = with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
-    """Assumed scores of experts that the recording does not name; ``recorded``: it names all."""
+    """Assumed scores of experts that are not recorded; ``recorded``: all are."""
     topk_share: float | None = Field(None, gt=0, le=1)
-    """Assumed score mass of the top-k, where recorded scores are normalised over it."""
-
-    is_unskewed: ClassVar[bool] = False
+    """Assumed mass of the top-k, where recorded scores are normalised over it."""
 
     @property
     def is_step(self) -> bool:
@@ -222,45 +216,39 @@ class RecordedConfig(_Workload):
 
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] = "bfloat16"
-    """Type of weights and activations; below 16 bits of experts alone, by a table in ``emulate.device``."""
+    """Type of weights and activations; below 16 bits of experts alone, by a table."""
     ep_size: int | None = Field(None, ge=1)
-    """Expert-parallel ranks; null = all. Others are data-parallel replicas."""
+    """Expert-parallel ranks; null = all."""
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """``sequential`` (Megatron-Core's, one by one), ``te`` (Transformer Engine), ``grouped`` (grouped GEMMs),
-    ``decode`` (for few tokens, all of which every rank gets)."""
+    """Megatron-Core's, one by one; grouped GEMMs; for few tokens, which every rank gets; Transformer Engine."""
     cuda_graph: bool = False
-    """Replay the layer, or a model's decode step, from CUDA graphs; needs ``decode`` experts and a GPU."""
-
-    @property
-    def gathers(self) -> bool:
-        """Every rank gets all ranks' tokens."""
-        return self.experts == "decode" or self.cuda_graph
+    """Replay the layer, or a model's decode step; needs ``decode`` experts and a GPU."""
 
 
 class WholeConfig(Strict):
     """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
     num_layers: int | None = Field(None, ge=1)
-    """Layers built, from the first on, dense ones included; null = all."""
+    """Layers built, dense ones included; null = all."""
     context_length: int = Field(0, ge=0)
-    """Tokens of each request in the KV cache, where a batch is one decode step; 0 = prefill."""
+    """Tokens of each request in the KV cache; 0 = prefill."""
 
 
 class MeasureConfig(Strict):
     iterations: int = Field(5, ge=1)
-    """Plain iterations per batch and case."""
-    breakdown_iterations: int = Field(2, ge=0, le=1000)
-    """Iterations per batch and case with all phases timed."""
+    """Plain iterations of a batch."""
+    breakdown_iterations: int = Field(2, ge=0)
+    """Iterations of a batch with all phases timed."""
     warmup: int = Field(5, ge=0)
-    """Most untimed rounds; they end where a round takes as long as the one before. ``emulate`` takes one."""
+    """Most untimed rounds; ``emulate`` takes one."""
     launches: int = Field(1, ge=1)
-    """Runs of the whole process, on the same batches."""
+    """Runs of the whole process."""
     flush_l2: bool = False
-    """Overwrite the last-level cache before every timed iteration."""
+    """Overwrite the last-level cache before an iteration."""
     timeout_s: float = Field(300, gt=0, le=1e9)
-    """Time limit of every iteration and every rendezvous."""
+    """Limit of an iteration and a rendezvous."""
 
     @model_validator(mode="after")
     def _check(self) -> MeasureConfig:
@@ -280,7 +268,7 @@ class MeasureConfig(Strict):
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
-SolveTime = Annotated[float, Field(ge=0, le=1_000_000)]  # a batch takes less than a second
+SolveTime = Annotated[float, Field(ge=0)]
 _LABELS = {
     "eplb": "EPLB",
     "variance": "variance plan",
@@ -326,13 +314,13 @@ class ReplicationConfig(Lossless):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
     spare_per_rank: int = Field(ge=1)
-    """Experts that every rank holds beyond its share, in every layer."""
+    """Experts of a rank beyond its share."""
     plan: Literal["eplb", "variance"] = "eplb"
-    """Planned for the mean load, as DeepSeek's EPLB, or its spread over batches too, as FlashLB."""
+    """For the mean load, or its spread over batches too (FlashLB)."""
     balancer: Literal["static", "lp", "activated"] = "static"
-    """Replicas share evenly; or every batch is solved, for the fullest rank's load or its activated experts."""
+    """Replicas share evenly, or so that the fullest rank's load, or activated experts, are fewest."""
     solve_us: SolveTime | None = None
-    """Time in which every rank solves a batch, assumed; null = 100, static none."""
+    """Assumed time to solve a batch; null = 100, static none."""
 
     @property
     def name(self) -> str:
@@ -354,13 +342,13 @@ class RebalanceConfig(Lossless):
     """Weights of experts that move in every batch (``balancers``)."""
 
     name: Literal["llep", "ultra"]
-    """``llep`` (least-loaded expert parallelism) or ``ultra`` (after UltraEP)."""
+    """Least-loaded expert parallelism, or after UltraEP."""
     spare_per_rank: int = Field(2, ge=1)
-    """Free slots of every rank, which all layers share."""
+    """Free slots of a rank, for all layers."""
     least_pairs: int = Field(1024, ge=1)
-    """Fewest pairs for which an expert's weights move, unless they are the last."""
+    """Fewest pairs for which weights move."""
     solve_us: SolveTime = SOLVE_US
-    """Time in which every rank plans a batch, assumed."""
+    """Assumed time to plan a batch."""
 
     @property
     def label(self) -> str:
@@ -375,30 +363,28 @@ class WaterfillConfig(Lossless):
     """Tokens of shared experts that go to the ranks with fewest pairs (``balancers.water_fill``)."""
 
     name: Literal["waterfill"]
-    """``waterfill``: of models with shared experts, where times are modelled."""
-    solve_us: SolveTime = 0
-    """Time in which every rank plans a batch, assumed."""
-
+    """Tokens of shared experts go to the ranks with fewest pairs."""
     spare_per_rank: ClassVar[int] = 0
+    solve_us: ClassVar[float] = 0
 
     @property
     def label(self) -> str:
-        return self.title + (f" ({self.solve_us:g} us to solve)" if self.solve_us else "")
+        return self.title
 
 
 class FigureConfig(Strict):
     """A figure of any columns; ``plot DIR --x COLUMN --y COLUMN`` lists them."""
 
     x: str
-    """Column along the bottom: of cases, batches or layers, or a policy's parameter."""
+    """Column along the bottom."""
     y: str
-    """Column upright, means of rows at one place; ``COLUMN_p95``: a percentile over batches."""
+    """Column upright, or its percentile over batches, ``COLUMN_p95``."""
     by: str | None = None
-    """Column whose values are lines; null = policies, without ``x``."""
+    """Column of lines; null = policies."""
     facet: str | None = None
-    """Column whose values are panels; null = comparisons."""
+    """Column of panels; null = comparisons."""
     where: str | None = None
-    """Condition on columns, as pandas' ``query`` reads it."""
+    """Condition, as of pandas' ``query``."""
 
 
 # ``emulate.device``: this machine's own.
@@ -409,16 +395,16 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, NAME_OF_FILE] = None
-    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or ``table:SYSTEM/nccl/VERSION``."""
-    bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
-    """Factor on the bandwidth of all links."""
+    """Name of data/links/, a file by ``calibrate``, or ``table:SYSTEM/nccl/VERSION``."""
+    bandwidth_scale: float = Field(1.0, gt=0)
+    """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED
-    """``measured``: this device runs every rank's layer. Else nothing runs: a name of data/devices/, a path of such a
-    file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
+    """``measured``: this one. Else modelled: a name of data/devices/, such a file, or
+    ``table:SYSTEM/FRAMEWORK/VERSION``."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Replicas of busy experts, beside the policies, on modelled devices."""
+    """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
-    """Likewise: weights, or tokens of shared experts, that move in every batch."""
+    """Weights or tokens that move in every batch, likewise."""
 
 
 Rule = Policy | Lossless
@@ -431,7 +417,7 @@ class Experiment(SweepPoint):
     BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name that results carry; without it, the file's."""
+    """Name of the results; without it, the file's."""
     scope: Literal["layer", "model"] = "layer"
     """One MoE layer, or a whole model."""
     model: ModelConfig
@@ -439,13 +425,12 @@ class Experiment(SweepPoint):
     """Router scores, synthetic or recorded."""
     layer: LayerConfig = LayerConfig()
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
-    """Policies by name and fields; a list as value makes one policy each. A number may differ by MoE layer:
-    ``{"0-5": 1.0, "6-25": 1.5}``."""
+    """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
-    """Published numbers of these policies, for ``papers``."""
+    """Published numbers, for ``papers``."""
     figures: tuple[FigureConfig, ...] = ()
     """Figures that ``plot`` draws beside its own."""
 
@@ -453,13 +438,9 @@ class Experiment(SweepPoint):
     def _check(self) -> Experiment:
         if self.scope == "layer" and self.whole.num_layers is not None:
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
-        if isinstance(self.workload, SyntheticConfig) and self.workload.skew_from is not None:
-            self._check_counts(self.workload, self.workload.skew_from)
-        model, classes = self.model.spec(), dict[str, type[Policy]]()
+        model = self.model.spec()
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
-                if classes.setdefault(policy.name, type(policy)) is not type(policy):
-                    raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 with naming(f"policies.{number}", joint="."):
                     policy.check_model(model.num_experts, model.top_k)
         for number in range(len(self.claims)):
@@ -470,18 +451,6 @@ class Experiment(SweepPoint):
     def virtual_ranks(self) -> int:
         """EP ranks where none are real."""
         return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
-
-    def _check_counts(self, workload: SyntheticConfig, counted: Path) -> None:
-        """Refuse counts of other experts, and loads that no top-k gives: one rank's counts have such."""
-        model, num_counted = self.model.spec(), read_counts(counted).shape[1]
-        where = f"workload.skew_from: {counted}"
-        if num_counted != model.num_experts:
-            raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")
-        with naming("workload"):
-            load_E = layer_loads(counted, workload.layer)
-        peak = len(load_E) * max(load_E) / sum(load_E)
-        if peak > (most := model.num_experts / model.top_k):
-            raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""
@@ -496,18 +465,16 @@ class Experiment(SweepPoint):
         rules = (*self.make_policies(), *self.emulate.replication, *self.emulate.rebalance)
         known = {rule.label: rule for rule in rules}
 
-        def named(key: str, entry: dict[str, Any] | str | None) -> list[Rule | None]:
+        def named(key: str) -> list[Rule | None]:
+            entry, where = getattr(self.claims[number], key), f"claims.{number}.{key}"
             if entry is None:
                 return [None]
-            with naming(f"claims.{number}.{key}"):
+            with naming(where):
                 labels = [entry] if isinstance(entry, str) else [rule.label for rule in expand_policies([entry])]
-                for label in labels:
-                    if label not in known:
-                        raise UserError(f"expected one of {'; '.join(known)}; got {label}")
+            check_known(where, labels, known)
             return [known[label] for label in labels]
 
-        claim = self.claims[number]
-        versus = named("versus", claim.versus)
-        if len(versus) > 1:
-            raise UserError(f"claims.{number}.versus: expected one policy, got {len(versus)}")
-        return [(rule, versus[0]) for rule in named("policy", claim.policy)]
+        versus, *more = named("versus")
+        if more:
+            raise UserError(f"claims.{number}.versus: expected one policy, got {1 + len(more)}")
+        return [(rule, versus) for rule in named("policy")]

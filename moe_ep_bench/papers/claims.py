@@ -55,27 +55,25 @@ class Claim(Strict):
     """One published number, or what a publication says of a number."""
 
     source: str = Field(min_length=1)
-    """Publication, and its figure, table or section."""
+    """Figure, table or section."""
     policy: dict[str, Any] | str | None = None
-    """One of the config's policies, where a list in place of a value makes one claim for each; or the label of one, or
-    of one of ``emulate.replication`` or ``emulate.rebalance``. None = native, of which a number is claimed."""
+    """One of the config's policies, a list making a claim each; or a label, of ``emulate.replication`` and
+    ``rebalance`` too; null = native."""
     metric: Literal[*CLAIMED] = "speedup"
-    """Of a layer or, with scope model, of a pass: native's time over the policy's (``speedup``), or the other way round
-    (``time``); likewise activated experts, and the fullest expert's load (``imbalance_cut``). By itself: the dropped
-    share, the fullest rank over the mean, microseconds, activated experts (``num_activated``)."""
+    """Of a layer or pass, native over the policy: time (``speedup``), the fullest expert (``imbalance_cut``); the
+    policy over native: times, activated experts; by itself: all others."""
     paper: tuple[float | None, float | None] | None = None
-    """From and to; a number is both, null is an open end. null alone: the paper states none, and the note says so."""
+    """A number, or from and to, null being an open end; null alone: the paper states none."""
     published: dict[str, Any] | None = None
-    """In place of ``paper``: where the number stands in papers/published, by ``paper``, ``item`` and settings. ``$k0``
-    is the policy's k0."""
+    """In its place: ``paper``, ``item`` and settings of papers/published; ``$k0`` is the policy's."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
-    """What the paper measured; here it is what ``scope`` says."""
+    """What the paper measured; ours is ``scope``."""
     versus: dict[str, Any] | str | None = None
-    """Another of them, as ``policy`` says it, in place of native."""
+    """Another policy, in place of native."""
     where: dict[str, Any] = Field({})
-    """Dotted keys with values: only comparisons that have them."""
+    """Keys that a comparison must have."""
     note: str = Field(min_length=1)
-    """Why our number may differ, and what was inferred."""
+    """Why ours may differ, and what was inferred."""
 
     @field_validator("paper", mode="before")
     @classmethod

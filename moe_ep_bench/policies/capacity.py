@@ -153,11 +153,11 @@ class ExpandedDrop(CapacityPolicy):
     by the same metric.
 
     Attributes:
-        num_candidates: m, further experts of a token: its m best on its own rank (``local``; None = all, as are
-            larger values), or its m next best anywhere (``global``; required).
+        num_candidates: m, a token's further experts: its best on its own rank (``local``; None = all), or its next
+            best anywhere (``global``; required).
         scope: ``local`` or ``global``.
-        max_experts_per_token: afterwards a token keeps only its best that many; freed places are
-            not refilled. None = no limit.
+        max_experts_per_token: afterwards a token keeps its best that many. Freed places are not refilled; None = no
+            limit.
     """
 
     name: ClassVar[str] = "expanded_drop"

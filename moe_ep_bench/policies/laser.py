@@ -33,8 +33,7 @@ class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
     Attributes:
-        carry_loads: start a batch from the loads that earlier ones of this rank left (``RoutingContext.load_E``), not
-            from zero.
+        carry_loads: start a batch from the loads that this rank's earlier ones left (``load_E``), not from zero.
     """
 
     looks_past_top_k: ClassVar[bool] = True

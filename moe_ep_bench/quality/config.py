@@ -30,11 +30,11 @@ class TextConfig(Strict):
     file: Annotated[Path, NAME]
     """Text in UTF-8."""
     num_sequences: int = Field(64, ge=1)
-    """Number of sequences, from the beginning of the text."""
+    """Sequences, from the beginning of the text."""
     sequence_length: int = Field(512, ge=2)
     """Tokens of a sequence."""
     batch_size: int = Field(8, ge=1)
-    """B: sequences that are routed together, on all ranks."""
+    """Sequences that are routed together."""
 
     @model_validator(mode="after")
     def _check(self) -> TextConfig:
@@ -47,14 +47,14 @@ class TextConfig(Strict):
 
 class TaskConfig(Strict):
     name: str = Field(min_length=1)
-    """A task, group or tag of the lm-evaluation-harness, or one of ``include``."""
+    """Task, group or tag, or one of ``include``."""
     num_fewshot: int | None = Field(None, ge=0)
-    """Number of examples in the prompt; null = the task's own."""
+    """Examples in the prompt; null = the task's own."""
 
 
 class RanksConfig(Strict):
     ep_size: int | None = Field(None, ge=1)
-    """Virtual expert-parallel ranks; null = the largest number up to 8 that divides the number of experts."""
+    """Virtual ranks; null = up to 8 that divide the experts."""
     seed: int = Field(0, ge=0)
     """Seed of random policies."""
 
@@ -63,25 +63,23 @@ class QualityExperiment(SweepPoint):
     """A config file of ``quality`` at one point of its ``sweep``."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name that results carry; without it, the file's."""
+    """Name of the results; without it, the file's."""
     model: CheckpointConfig
     text: TextConfig | None = None
-    """Text whose next tokens are judged; give this, tasks or both."""
+    """Text whose next tokens are judged; this, tasks or both."""
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
     """Tasks of the lm-evaluation-harness."""
     include: Annotated[DirectoryPath | None, NAME] = None
-    """Folder with your own tasks, in the harness' YAML."""
+    """Folder of your own tasks."""
     limit: int | None = Field(None, ge=1)
-    """Questions of each task, from its beginning; null = all."""
+    """Questions of each task; null = all."""
     batch_size: int = Field(8, ge=1)
-    """Requests of a task that are routed together, on all ranks."""
+    """Requests that are routed together."""
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
-    """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
-    policy's own phase, prefill where it has both. Where a task's answers are generated, the phases are told apart."""
+    """Tokens that are routed together: all of a batch, or those of each position; auto = as each policy's phase."""
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
-    """Policies by name and fields; a list as value makes one policy each. A number may differ by MoE layer:
-    ``{"0-5": 1.0, "6-25": 1.5}``."""
+    """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""
 
     @model_validator(mode="after")
     def _check(self) -> QualityExperiment:

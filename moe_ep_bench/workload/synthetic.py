@@ -116,8 +116,14 @@ class SyntheticWorkload(Workload):
         most = self.num_experts / self.top_k
         if self.peak_load is not None and not 1 <= self.peak_load <= most:
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
-        if self.expert_loads is not None and (self.peak_load is not None or self.rank_load is not None):
-            raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
+        if self.expert_loads is not None:
+            if self.peak_load is not None or self.rank_load is not None:
+                raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
+            if len(self.expert_loads) != self.num_experts:
+                got = len(self.expert_loads)
+                raise UserError(f"skew_from: expected counts of {self.num_experts} experts, got {got}")
+            if (peak := self.num_experts * max(self.expert_loads) / sum(self.expert_loads)) > most:
+                raise UserError(f"skew_from: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
         if self.rank_load is not None:
             self._check_rank_load(*self.rank_load)
         self._check_topk_share()

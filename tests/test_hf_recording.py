@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
-from test_recorded import tokens_of
+from trace_files import tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
@@ -141,6 +142,8 @@ BROKEN = {
     "no tokenizer": "expected a tokenizer beside the model",
     "a weight is missing": "expected all weights of OlmoeForCausalLM; missing: lm_head.weight",
     "damaged": "cannot load the model",
+    "pickled weights": "expected weights in *.safetensors, got none",
+    "its own code": "needs its own code, which is not run",
 }
 
 
@@ -161,6 +164,12 @@ def broken(how: str, olmoe: Path, folder: Path) -> Path:
         save_weights(weights, folder / "model.safetensors", {"format": "pt"})
     elif how == "damaged":
         (folder / "model.safetensors").write_bytes(b"not weights")
+    elif how == "pickled weights":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif how == "its own code":
+        classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": classes}))
+        (folder / "code.py").write_text("raise SystemExit('it ran')\n")
     return folder
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 from test_workload import assert_rows_are_distributions_without_ties, digest_of
+from trace_files import tokens_of, write_trace
 
 from moe_ep_bench.workload.replay import RecordedWorkload, draw_sequences, draw_steps
 from moe_ep_bench.workload.tail import TAILS
@@ -17,74 +17,31 @@ from moe_ep_bench.workload.trace import open_trace
 few_examples = settings(max_examples=15)
 
 
-# Recorded: a small file of our own
-
-LAYERS, TOKENS, EXPERTS, K = 2, 60, 16, 3
-LENGTHS = [7, 20, 1, 12, 20]
-METADATA = {
-    "format": "moe-trace-v1",
-    "model": "toy",
-    "num_experts": str(EXPERTS),
-    "top_k": str(K),
-    "score": "softmax, not renormalised",
-    "phase": "prefill",
-    "domain": "tests",
-    "source": "nowhere",
-    "licence": "none",
+EXPERTS, K = 16, 3
+SHAPE = {
+    "length_S": [7, 20, 1, 12, 20],
+    "num_experts": EXPERTS,
+    "top_k": K,
+    "sharpness": 0.7,
+    "popularity": 1.2,
+    "decimals": 2,
 }
 
 
-def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0, layers=LAYERS, top_k=K):
-    """Tensors and metadata of a small recording."""
-    tokens = sum(lengths)
-    random = np.random.default_rng(seed)
-    odds = np.exp(random.normal(size=(layers, tokens, EXPERTS)) + 1.5 * random.normal(size=EXPERTS))
-    scores = odds / odds.sum(axis=2, keepdims=True)
-    ids = np.argsort(-scores, axis=2)[..., :top_k]
-    scores = np.take_along_axis(scores, ids, axis=2)
-    if "over the top-k" in score:
-        scores /= scores.sum(axis=2, keepdims=True)
-    tensors = {
-        "expert_ids": ids.astype(np.uint8),
-        "scores": np.round(scores, 2).astype(np.float16) if "over" not in score else scores.astype(np.float16),
-        "sequence_id": np.repeat([4, 0, 7, 8, 2, *range(10, 60)][: len(lengths)], lengths).astype(np.int32),
-        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-    }
-    return tensors, {**METADATA, "score": score, "top_k": str(top_k)}
+def save(path, **of):
+    """Write a recording of a domain called like its file."""
+    return write_trace(path, **{**SHAPE, "domain": path.stem, **of})
 
 
 @pytest.fixture
 def trace(tmp_path):
-    return write(tmp_path / "toy.safetensors", *trace_parts())
-
-
-@pytest.fixture
-def normalised_trace(tmp_path):
-    return save(tmp_path / "toy-normalised.safetensors", score="softmax over the top-k")
-
-
-def write(path, tensors, metadata):
-    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
-    return path
-
-
-def save(path, **changes):
-    """Write a recording of a domain called like its file; ``changes`` are of ``trace_parts`` and of the metadata."""
-    made_from = {name: changes.pop(name) for name in ("score", "lengths", "seed") if name in changes}
-    tensors, metadata = trace_parts(**made_from)
-    return write(path, tensors, {**metadata, "domain": path.stem, **changes})
+    return save(tmp_path / "toy.safetensors")
 
 
 def recorded(path, **changes):
     fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
     paths = path if isinstance(path, list | tuple) else [path]
     return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "popularity", **changes})
-
-
-def tokens_of(workload, index):
-    """Which recorded tokens make up a batch, counted through all recordings, one after the other."""
-    spans = zip(*workload._spans[index], strict=True)
-    return np.concatenate([np.arange(first, first + length) for first, length in spans])
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -106,15 +63,16 @@ def test_the_uniform_tail_is_flat_and_the_popularity_tail_follows_the_recording(
     load_E = np.bincount(open_trace(trace).read_layer(1)[0].ravel(), minlength=EXPERTS)
     means = {}
     for tail in TAILS:
-        scores_TE = recorded(trace, tail=tail, num_tokens=TOKENS).batch(0).scores_TE.double()
+        scores_TE = recorded(trace, tail=tail, num_tokens=60).batch(0).scores_TE.double()
         below_TE = scores_TE < scores_TE.topk(K, dim=1).values[:, -1:]
         means[tail] = (scores_TE * below_TE).sum(0) / below_TE.sum(0)
     assert means["popularity"][load_E.argmax()] > 2 * means["popularity"][load_E.argmin()]
     assert means["uniform"].max() < 2 * means["uniform"].min()
 
 
-def test_normalised_scores_get_the_share_that_the_user_names(normalised_trace):
-    workload = recorded(normalised_trace, topk_share=0.85)
+def test_normalised_scores_get_the_share_that_the_user_names(tmp_path):
+    path = save(tmp_path / "toy.safetensors", normalised=True, decimals=None)
+    workload = recorded(path, topk_share=0.85)
     scores_TE = workload.batch(0).scores_TE
     assert_rows_are_distributions_without_ties(scores_TE)
     best_TK = scores_TE.topk(K, dim=1).values
@@ -125,7 +83,7 @@ def test_normalised_scores_get_the_share_that_the_user_names(normalised_trace):
     assert workload.describe()["targets"] == {"topk_share": 0.85}
 
 
-@pytest.mark.parametrize(("tail", "digest"), [("popularity", "78d14f103d23e369"), ("uniform", "060795cbd7a1fd39")])
+@pytest.mark.parametrize(("tail", "digest"), [("popularity", "01df247fc3c3e16f"), ("uniform", "40ef65545a4d6771")])
 def test_the_bytes_of_one_recordings_sequences_are_what_they_always_were(trace, tail, digest):
     assert digest_of(recorded(trace, tail=tail, num_tokens=150)) == digest
 
@@ -174,14 +132,6 @@ def test_sequences_come_from_the_recording_with_the_fewest_tokens(pools, num_tok
     batches = draw_sequences(pools, num_tokens, map(np.random.default_rng, range(4)))
     for pieces, expected in zip(batches, slow_mixture(pools, num_tokens, 4), strict=True):
         assert [list(range(first, end)) for first, end in pieces] == expected
-
-
-@pytest.fixture
-def domains(tmp_path):
-    """Two domains, one of long and few sequences."""
-    return save(tmp_path / "long.safetensors", lengths=[40, 30], seed=1), save(
-        tmp_path / "short.safetensors", lengths=[4, 6, 5, 5, 10], seed=2
-    )
 
 
 # Decode
@@ -240,11 +190,6 @@ def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
 # Refused
 
 
-def other_layers(path):
-    tensors, metadata = trace_parts()
-    return write(path, {name: of[:1] if of.ndim == 3 else of for name, of in tensors.items()}, metadata)
-
-
 DECODE = {"arrangement": "decode"}
 # What the error names: a file or none, and the key; then what is wrong.
 WRONG = {
@@ -264,10 +209,10 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_go_together_is_one_line_that_names_it(trace, tmp_path, name):
     begin, change = WRONG[name]
-    save(tmp_path / "normalised.safetensors", score="softmax over the top-k")
+    save(tmp_path / "normalised.safetensors", normalised=True, decimals=None)
     save(tmp_path / "other.safetensors", model="other")
     save(tmp_path / "more.safetensors")
-    other_layers(tmp_path / "one.safetensors")
+    save(tmp_path / "one.safetensors", num_layers=1)
     change = {**change}
     paths = change.pop("paths", ["toy"])
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
+from moe_ep_bench.quality.checkpoint import Choice
 from moe_ep_bench.serving import LIMIT, POLICY, RECORD, Settings, check_config, settings
 from moe_ep_bench.serving import vllm as plugin
-from moe_ep_bench.serving.recorder import Recorder
-from moe_ep_bench.serving.step import COUNTS, Step, StepRouter, into_slots, moe_layer
+from moe_ep_bench.serving.step import COUNTS, Recorder, Step, StepRouter, into_slots, moe_layer
 from moe_ep_bench.workload.trace import open_trace
 
 EXPERTS, TOP_K = 16, 4
@@ -124,20 +124,12 @@ def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[s
     assert torch.equal(found_TE[~acts_T], dense(weights_TK, ids_TK)[~acts_T])
 
 
-@pytest.mark.parametrize("family", ["qwen", "deepseek"])
-def test_scores_that_are_no_numbers_stay_as_the_server_has_them(family: str) -> None:
-    layer, logits_TE = layer_of(family), logits()
-    logits_TE[3], logits_TE[17, 5] = torch.nan, torch.nan
-    weights_TK, ids_TK = routed_by_vllm(family, logits_TE)
-    router = StepRouter(make_policy({"name": "pruned", "k0": 1}), [layer], 1, "cpu", ("prefill",))
-    choice = layer.choice(logits_TE, ids_TK)
-    found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(64))
-    assert choice.broken_T.nonzero().flatten().tolist() == [3, 17]
-    assert found_TK[[3, 17]].isnan().all()
-    assert torch.equal(expert_TK[[3, 17]], ids_TK[[3, 17]])
-    others = [token for token in range(64) if token not in (3, 17)]
-    assert (found_TK[others] > 0).sum(dim=1).unique().tolist() == [1]
-    assert "2 scores were no numbers" in router.report()[-1]
+def test_scores_that_are_no_numbers_are_one_line() -> None:
+    logits_TE = logits()
+    _, ids_TK = routed_by_vllm("qwen", logits_TE)
+    logits_TE[17, 5] = torch.nan
+    with pytest.raises(ValueError, match="qwen: scores_TE: expected finite numbers"):
+        layer_of("qwen").choice(logits_TE, ids_TK)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12))
@@ -168,7 +160,7 @@ def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
         logits_TE = logits(16, seed)
         weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
         router.route(0, layer.choice(logits_TE, ids_TK), weights_TK, ids_TK, step)
-        loads.append(router.loads[0].clone())
+        loads.append(router.router.loads["qwen"].clone())
     assert [float(load_E.sum()) for load_E in loads] == [64, 128, 192]
     assert float(loads[-1].max() - loads[-1].min()) <= 1  # 192 pairs on 16 experts
 
@@ -217,8 +209,8 @@ def test_tokens_follow_the_runners_order_of_requests() -> None:
     )
     worker = SimpleNamespace(model_runner=SimpleNamespace(input_batch=batch), device="cpu")
     scheduled = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 2})
-    names, request_T, position_T, is_prompt_T = plugin._Computed(worker, scheduled).tokens
-    assert [names[request] for request in request_T] == ["b", "b", "a", "a", "a"]
+    name_T, _, position_T, is_prompt_T = plugin._Computed(worker, scheduled).tokens
+    assert name_T.tolist() == ["b", "b", "a", "a", "a"]
     assert position_T.tolist() == [7, 8, 0, 1, 2]
     assert is_prompt_T.tolist() == [True, False, True, True, True]
 
@@ -229,16 +221,14 @@ def test_tokens_follow_the_runners_order_of_requests() -> None:
 class Played:
     """Steps of made-up requests, as a server computes them, and what was recorded of them."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, most_bytes: int = 2**30) -> None:
         self.said: list[str] = []
         self.random, self.tokens = np.random.default_rng(0), []
-        facts = {"model": "toy", "score": "softmax, not renormalised", "domain": "test", "source": "test"}
-        most_bytes = options.pop("most_bytes", 2**30)
-        self.recorder = Recorder(
-            folder, [1, 3], EXPERTS, TOP_K, facts | {"licence": "none"}, most_bytes, self.said.append, **options
-        )
+        layers = [moe_layer("toy", number, 0, EXPERTS, TOP_K) for number in (1, 3)]
+        facts = {"model": "toy", "source": "test"}
+        self.recorder = Recorder(folder, layers, facts, ["toys"], most_bytes, self.said.append)
 
-    def step(self, *pieces: tuple[str, int, int, bool], broken: int | None = None) -> None:
+    def step(self, *pieces: tuple[str, int, int, bool]) -> None:
         """Compute pieces (request, first position, tokens, whether they are a prompt's)."""
         names = [name for name, _, count, _ in pieces for _ in range(count)]
         position_T = np.concatenate([np.arange(first, first + count) for _, first, count, _ in pieces])
@@ -247,8 +237,8 @@ class Played:
         for place in range(2):
             full_TE = self.random.dirichlet(np.ones(EXPERTS), len(names)).astype(np.float32)
             ids_TK = np.argsort(-full_TE, axis=1)[:, :TOP_K]
-            broken_T = np.arange(len(names)) == (-1 if broken is None else broken)
-            self.recorder.add(place, full_TE, ids_TK.astype(np.int32), broken_T)
+            choice = Choice(torch.from_numpy(full_TE), torch.empty(0))
+            self.recorder.add(place, choice, torch.from_numpy(ids_TK.astype(np.int32)))
             layers.append((full_TE, ids_TK))
         self.tokens += [
             (name, int(position), bool(is_prompt), [(full[token], ids[token]) for full, ids in layers])
@@ -281,15 +271,17 @@ def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.safetensors", "prefill.safetensors"]
 
 
-def test_what_is_computed_again_or_no_number_is_left_out_by_name(tmp_path: Path) -> None:
+def test_what_is_computed_again_counts_once(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.step(("a", 0, 5, True))
-    played.step(("a", 2, 4, True), broken=3)  # set back to position 2; its position 5 has no scores
+    played.step(("a", 2, 4, True))  # set back to position 2
     played.recorder.close()
     trace = open_trace(tmp_path / "prefill.safetensors")
-    assert trace.num_tokens == 5
-    assert "3 tokens computed again" in trace.metadata["note"]
-    assert "1 tokens whose scores were no numbers left out" in trace.metadata["note"]
+    assert trace.num_tokens == 6
+    assert trace.metadata["note"] == "toys; 3 tokens that came again left out"
+    np.testing.assert_array_equal(
+        trace.read_layer(0)[0], [entry[3][0][1] for entry in played.tokens[:5] + played.tokens[-1:]]
+    )
 
 
 def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
@@ -347,7 +339,7 @@ def test_settings_come_from_the_variables(tmp_path: Path) -> None:
         ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
         ({POLICY: "policy.yaml"}, f"{POLICY}: expected JSON"),
         ({POLICY: "3"}, f"{POLICY}: expected a policy's name and fields, got 3"),
-        ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: expected a number of GiB above 0, got 'much'"),
+        ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: could not convert string to float: 'much'"),
     ],
 )
 def test_settings_that_say_nothing_useful_are_one_line(variables: dict[str, str], expected: str) -> None:

@@ -131,8 +131,8 @@ def recordings(tmp_path_factory):
     """Two domains: a few long sequences, and many short ones."""
     folder = tmp_path_factory.mktemp("traces")
     return [
-        save(folder / "long.safetensors", lengths=[40, 1, 55], seed=0),
-        save(folder / "short.safetensors", lengths=[4, 6, 5, 8, 3, 9, 7, 30], seed=1),
+        save(folder / "long.safetensors", length_S=[40, 1, 55], seed=0),
+        save(folder / "short.safetensors", length_S=[4, 6, 5, 8, 3, 9, 7, 30], seed=1),
     ]
 
 

@@ -186,6 +186,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
 CONTENTS = {
     "not UTF-8": (b"name: caf\xe9\n", "expected text in UTF-8, got byte 0xe9 at position 9"),
     "not YAML": (b"a: [", "not valid YAML"),
+    "code": (b"name: !!python/object/apply:os.getcwd []", "not valid YAML: could not determine a constructor"),
     "empty": (b"", "expected keys with values, but the file is empty"),
     "a misspelt section": (
         yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.models import ModelSpec, scores_from_logits, spec_of
-from moe_ep_bench.policies.contract import Policy, RoutingContext
+from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -186,19 +186,16 @@ _ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
+class Choice(NamedTuple):
     """What a layer's own router did with tokens.
 
     Attributes:
-        scores_TE: float32, as a policy sees them: their top-k is the choice, also where they tie. 0 where ``broken_T``.
+        scores_TE: float32, as a policy sees them: their top-k is the choice, also where they tie.
         own_TE: bool, the experts that it chose.
-        broken_T: bool, tokens whose scores are no finite numbers.
     """
 
     scores_TE: Tensor
     own_TE: Tensor
-    broken_T: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,16 +259,19 @@ class MoELayer:
 
         A router in bfloat16 gives many experts equal scores, and ``torch.topk`` breaks ties as it likes. The experts
         that it took among equals are shown ahead by one unit in the last place.
+
+        Raises:
+            ValueError: scores that are no numbers.
         """
         scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
-        broken_T = ~scores_TE.isfinite().all(dim=1)
-        scores_TE = scores_TE.masked_fill(broken_T.unsqueeze(1), 0.0)
+        if not bool(scores_TE.isfinite().all()):
+            raise UserError(f"{self.name}: scores_TE: expected finite numbers, got others")
         own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
         tied_T = (top_k_map(scores_TE, self.context(1)) != own_TE).any(dim=1)
         if bool(tied_T.any()):
             ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
             scores_TE = torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)
-        return Choice(scores_TE, own_TE, broken_T)
+        return Choice(scores_TE, own_TE)
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
@@ -296,11 +296,6 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
             raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
         layers.append(layer)
     return layers
-
-
-def carried_loads(policy: Policy | None, loads: dict[Any, Tensor], layer: Any, zeros: Tensor) -> Tensor | None:
-    """What earlier batches left on a layer's experts, kept in ``loads``; None where the policy asks for none."""
-    return loads.setdefault(layer, zeros) if getattr(policy, "carry_loads", False) else None
 
 
 def shares(scores_TE: Tensor) -> NDArray[np.float32]:

@@ -45,7 +45,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import imbalance, routing_metrics
 from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
-from moe_ep_bench.quality.checkpoint import MoELayer, carried_loads, find_moe_layers
+from moe_ep_bench.quality.checkpoint import MoELayer, find_moe_layers
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
 from moe_ep_bench.workload.batch import deal_sequences
 
@@ -204,7 +204,8 @@ def routed(
     layers = find_moe_layers(model)
     if acts_in is None:
         acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
-    patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, observe)
+    router = None if policy is None else PolicyRouter(policy)
+    patch = _Patch(layers, router, num_ranks, arrangement, acts_in, seed, observe)
     body: Any = model.base_model
     with contextlib.ExitStack() as stack:
         for hook in (
@@ -237,12 +238,38 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int) ->
             policy.route(scores_TE, context)
 
 
+class PolicyRouter:
+    """A policy in the place of a model's routers, with what it carries from batch to batch."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.loads: dict[str, Tensor] = {}
+        """Where the policy carries them, pairs of each rank and expert so far, float64 [R, E], by the layer's name."""
+
+    def route(self, layer: MoELayer, scores: list[Tensor], contexts: list[RoutingContext]) -> list[Routing]:
+        """Route a batch: of every rank that has tokens its scores, float32 [T, E], and its context."""
+        form, load_RE = form_of(self.policy, scores[0].device), None
+        if getattr(self.policy, "carry_loads", False):
+            zeros_RE = scores[0].new_zeros(contexts[0].num_ranks, layer.num_experts, dtype=torch.float64)
+            load_RE = self.loads.setdefault(layer.name, zeros_RE)
+            contexts = [replace(context, load_E=load_RE[context.rank].clone()) for context in contexts]
+        self.policy.in_layer(layer.fraction).check(scores[0], contexts[0])
+        # Statistics draw nothing, so that a rank's generator serves both steps.
+        stats = [form.stats(*rank) for rank in zip(scores, contexts, strict=True)]
+        stats_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
+        routings = [form.select(*rank, stats_SE) for rank in zip(scores, contexts, strict=True)]
+        if load_RE is not None:
+            for context, routing in zip(contexts, routings, strict=True):
+                load_RE[context.rank] += routing.map_TE.sum(dim=0).to(load_RE)
+        return routings
+
+
 @dataclass(eq=False)
 class _Patch:
     """State that the hooks share: the running pass, and what was chosen for experts that are not called yet."""
 
     layers: list[MoELayer]
-    policy: Policy | None
+    router: PolicyRouter | None
     num_ranks: int
     arrangement: Arrangement
     acts_in: tuple[Phase, ...]
@@ -252,7 +279,6 @@ class _Patch:
     forward_pass: ForwardPass = field(init=False)
     chosen: dict[str, Routing | None] = field(default_factory=dict)
     computed: set[str] = field(default_factory=set)
-    loads: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self, body: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number += 1
@@ -270,53 +296,33 @@ class _Patch:
     def choose(self, layer: MoELayer, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Route what the router has just scored."""
         logits_TE, _, ids_TK = output
-        choice, context = layer.choice(logits_TE, ids_TK), layer.context(self.num_ranks)
-        if bool(choice.broken_T.any()):
-            raise UserError(f"{layer.name}: scores_TE: expected finite numbers, got others")
-        scores_TE, own_TE, routing = choice.scores_TE, choice.own_TE, None
-        if self.policy is not None and self.forward_pass.phase in self.acts_in:
-            routing = self._route(self.policy, layer, scores_TE, context)
+        (scores_TE, own_TE), context = layer.choice(logits_TE, ids_TK), layer.context(self.num_ranks)
+        routing = None
+        if self.router is not None and self.forward_pass.phase in self.acts_in:
+            routing = self._route(layer, scores_TE, context)
         if self.observe is not None:
             self.observe(RouterCall(layer, self.forward_pass, scores_TE, own_TE, routing, context))
         # Padding selects nothing under a policy; that alone is no change of what anybody reads.
         is_own = routing is None or torch.equal(routing.map_TE, own_TE & self.forward_pass.valid_T.unsqueeze(1))
         self.chosen[layer.name] = None if is_own else routing
 
-    def _route(self, policy: Policy, layer: MoELayer, scores_TE: Tensor, context: RoutingContext) -> Routing:
+    def _route(self, layer: MoELayer, scores_TE: Tensor, context: RoutingContext) -> Routing:
         """Route every batch of the pass as its ranks would together."""
+        assert self.router is not None
         # A rank's draws of a layer go on from batch to batch of the pass.
         key = self.seed, DRAWS, self.number, self.layers.index(layer)
         generators = [seeded_generator(scores_TE.device, *key, rank) for rank in range(self.num_ranks)]
-        asked = replace(context, request_id_T=self.forward_pass.sequence_T, generator=generators[0])
-        policy.in_layer(context.layer_fraction).check(scores_TE, asked)
-        form = form_of(policy, scores_TE.device)
         routing = Routing(torch.zeros_like(scores_TE, dtype=torch.bool), torch.zeros_like(scores_TE))
-        # Pairs of each rank and expert since the block began.
-        zeros_RE = torch.zeros(self.num_ranks, layer.num_experts, dtype=torch.float64)
-        load_RE = carried_loads(policy, self.loads, layer.name, zeros_RE)
         for batch in self.forward_pass.batches(self.num_ranks):
             scores = [scores_TE[token_N] for _, token_N in batch]
+            requests = [self.forward_pass.sequence_T[token_N] for _, token_N in batch]
             contexts = [
-                replace(
-                    context,
-                    rank=rank,
-                    request_id_T=self.forward_pass.sequence_T[token_N],
-                    generator=generators[rank],
-                )
-                for rank, token_N in batch
+                replace(context, rank=rank, request_id_T=request_id_N, generator=generators[rank])
+                for (rank, _), request_id_N in zip(batch, requests, strict=True)
             ]
-            if load_RE is not None:
-                # What the rank was given before this batch.
-                contexts = [replace(context, load_E=load_RE[context.rank].clone()) for context in contexts]
-            # Statistics draw nothing, so that a rank's generator serves both steps.
-            stats = [form.stats(*rank) for rank in zip(scores, contexts, strict=True)]
-            stats_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
-            routings = [form.select(*rank, stats_SE) for rank in zip(scores, contexts, strict=True)]
-            for (rank, token_N), of_rank in zip(batch, routings, strict=True):
+            for (_, token_N), of_rank in zip(batch, self.router.route(layer, scores, contexts), strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE
                 routing.weights_TE[token_N] = of_rank.weights_TE
-                if load_RE is not None:
-                    load_RE[rank] += of_rank.map_TE.sum(dim=0).to(load_RE)
         return routing
 
     def compute(

@@ -33,7 +33,7 @@ class Settings:
     policy: Policy | None = None
     acts_in: tuple[str, ...] = ()
     directory: Path | None = None
-    most_bytes: int = 0
+    most_bytes: float = 0
 
 
 def settings(environment: Mapping[str, str]) -> Settings | None:
@@ -45,16 +45,11 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
     spec, directory = environment.get(POLICY, "").strip(), environment.get(RECORD, "").strip()
     if not (spec or directory):
         return None
-    gib = environment.get(LIMIT, "4")
-    try:
-        limit = float(gib)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < 2**20:
-        raise UserError(f"{LIMIT}: expected a number of GiB above 0, got {gib!r}")
+    with naming(LIMIT):
+        most_bytes = float(environment.get(LIMIT, "4")) * 2**30
     policy, acts_in = _policy(spec) if spec else (None, ())
     path = Path(directory).absolute() if directory else None
-    return Settings(policy=policy, acts_in=acts_in, directory=path, most_bytes=int(limit * 2**30))
+    return Settings(policy=policy, acts_in=acts_in, directory=path, most_bytes=most_bytes)
 
 
 def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Route the tokens of one step of a server by a policy, in the K slots a token that its kernels have.
+"""Route the tokens of one step of a server by a policy, in the K slots a token that its kernels have; and record steps.
 
 The server's own router goes first. What it chose stays, to the bit, wherever the policy leaves a token its own top-k:
 a router in bfloat16 ties (its ``torch.topk`` breaks ties as it likes) and rounds its weights, and neither is a policy's
@@ -11,20 +11,26 @@ Shapes: T = tokens of a step, E = experts, K = top_k, L = MoE layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
-from moe_ep_bench.quality.checkpoint import Choice, MoELayer, carried_loads
+from moe_ep_bench.quality.checkpoint import Choice, MoELayer, shares
+from moe_ep_bench.quality.routed import PolicyRouter
+from moe_ep_bench.workload.trace import score_words, written_trace
 
 # What the factory of routers is told where scores are none that a policy knows, by what that is called.
 _UNKNOWN_ROUTERS = {
@@ -106,32 +112,25 @@ class StepRouter:
         device: torch.device | str,
         acts_in: Sequence[str] | None = None,
     ) -> None:
-        self.policy, self.layers, self.num_ranks = policy, layers, num_ranks
+        self.layers, self.num_ranks = layers, num_ranks
         self.acts_in = policy.acts_in if acts_in is None else acts_in
-        self.form = form_of(policy, device)
+        self.router = PolicyRouter(policy)
         self.generator = seeded_generator(torch.device(device), 0)
         self.counts_LC = torch.zeros(len(layers), len(COUNTS), dtype=torch.float64, device=device)
-        self.num_broken = torch.zeros((), dtype=torch.int64, device=device)
-        self.loads: dict[int, Tensor] = {}
 
     def route(
         self, place: int, choice: Choice, weights_TK: Tensor, ids_TK: Tensor, step: Step
     ) -> tuple[Tensor, Tensor]:
         """Weights and expert ids [T, K] of a layer, in the types of the router's own."""
-        layer, scores_TE, own_TE = self.layers[place], choice.scores_TE, choice.own_TE
-        acts_T = step.acting(self.acts_in) & ~choice.broken_T
-        self.num_broken += choice.broken_T.sum()
-        load_E = carried_loads(self.policy, self.loads, place, self.counts_LC.new_zeros(layer.num_experts))
+        layer, (scores_TE, own_TE) = self.layers[place], choice
+        acts_T = step.acting(self.acts_in)
         context = replace(
             layer.context(self.num_ranks),
             token_mask_T=None if bool(acts_T.all()) else acts_T,
             request_id_T=step.request_T,
             generator=self.generator,
-            load_E=None if load_E is None else load_E.clone(),
         )
-        routing = self.form.route(scores_TE, context)
-        if load_E is not None:
-            load_E += routing.map_TE.sum(dim=0)
+        (routing,) = self.router.route(layer, [scores_TE], [context])
         map_TE = torch.where(acts_T.unsqueeze(1), routing.map_TE, own_TE)
         self._count(place, scores_TE, own_TE, map_TE, acts_T)
         is_topk_T = (map_TE == own_TE).all(dim=1)  # which has the model's weights, by ``laws.law_weights``
@@ -152,20 +151,17 @@ class StepRouter:
             ]
         ).to(self.counts_LC)
 
-    def report(self) -> list[str]:
+    def report(self) -> str:
         """What the policy did so far, in all layers together."""
         count = dict(zip(COUNTS, self.counts_LC.sum(dim=0).tolist(), strict=True))
         # Tokens and steps pass through every layer.
         tokens, steps = (count[name] / len(self.layers) for name in ("tokens", "steps"))
-        lines = [
+        return (
             f"all layers: {tokens:,.0f} tokens, {count['dropped']:,.0f} of {count['pairs']:,.0f} top-k pairs dropped "
             f"({count['dropped'] / max(count['pairs'], 1):.2%}), {count['mass'] / (count['own_mass'] or 1):.4f} of the "
             f"top-k's mass kept, {count['activated'] / max(count['steps'], 1):.1f} experts activated a layer and step "
             f"({count['own_activated'] / max(count['steps'], 1):.1f} by top-k) in {steps:,.0f} steps"
-        ]
-        if broken := int(self.num_broken):
-            lines.append(f"{broken:,} scores were no numbers: those tokens went as vLLM's own router sent them")
-        return lines
+        )
 
 
 def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,3 +192,87 @@ def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Te
         torch.where(keeps_T1, weights_TK, found_TK.to(weights_TK)),
         torch.where(keeps_T1, ids_TK, expert_TK.to(ids_TK)),
     )
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Records what a server's routers choose: ``moe-trace-v1`` files with the scores of all experts.
+
+    Steps wait in memory until the server stops or the limit is reached. Then prompts and generated tokens are written
+    each to a file of their own, ``prefill.safetensors`` and ``decode.safetensors``. A server that is killed loses them.
+
+    Attributes:
+        directory: of the files.
+        facts: metadata of both files: model and source.
+        notes: what a user of them should know.
+        most_bytes: held in memory; then recording ends.
+        say: is told of files, and of the end.
+    """
+
+    directory: Path
+    layers: Sequence[MoELayer]
+    facts: dict[str, str]
+    notes: Sequence[str]
+    most_bytes: float
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.is_open = True
+        self._num_bytes = 0
+        self._requests: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+        self._step: dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]] = {}
+        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Any]] = []
+
+    def add(self, place: int, choice: Choice, ids_TK: Tensor) -> None:
+        """Add what a layer, the layers' ``place``, chose in the step."""
+        self._step[place] = shares(choice.scores_TE), ids_TK.cpu().numpy()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Requests that ended: who has such a name from now on is another."""
+        for name in names:
+            self._requests.pop(name, None)
+
+    def end_step(self, request_T: Sequence[str], position_T: NDArray[np.int64], is_prompt_T: NDArray[np.bool_]) -> None:
+        """Complete a step; ``request_T`` has the server's names of the requests."""
+        step, self._step = self._step, {}
+        if not self.is_open:
+            return
+        sequence_T = np.array([self._requests[name] for name in request_T], np.int64)
+        self._steps.append((sequence_T, position_T, is_prompt_T, step))
+        self._num_bytes += sum(full_TE.nbytes + ids_TK.nbytes for full_TE, ids_TK in step.values())
+        if self._num_bytes >= self.most_bytes:
+            self.close()
+            self.say(f"recording ended at its limit of {self.most_bytes / 2**30:.3g} GiB; serving goes on")
+
+    def close(self) -> None:
+        """Write what was recorded, once; what cannot be written is lost, not the server."""
+        if self.is_open:
+            try:
+                for phase in ("prefill", "decode"):
+                    self._write(phase)
+            except (OSError, ValueError) as problem:
+                self.say(f"recording lost: {problem}")
+        self.is_open, self._steps = False, []
+
+    def _write(self, phase: str) -> None:
+        asked = [is_prompt_T == (phase == "prefill") for _, _, is_prompt_T, _ in self._steps]
+        if not any(is_asked_T.any() for is_asked_T in asked):
+            return
+        path, layer = self.directory / f"{phase}.safetensors", self.layers[0]
+        with written_trace(path, self.directory) as writer:
+            writer.describe(
+                num_experts=layer.num_experts,
+                top_k=layer.top_k,
+                where=phase,
+                score=score_words(layer.spec.score_function),
+                phase=phase,
+                domain="requests of a server",
+                licence="unstated",
+                **self.facts,
+            )
+            writer.notes += self.notes
+            for kept_T, (sequence_T, position_T, _, step) in zip(asked, self._steps, strict=True):
+                for place, (full_TE, ids_TK) in step.items():
+                    writer.add(self.layers[place].number, ids_TK[kept_T], None, phase, full_TE=full_TE[kept_T])
+                writer.add_tokens(sequence_T[kept_T], position_T[kept_T], phase)
+        self.say(f"wrote {path}: {writer.num_tokens:,} tokens")

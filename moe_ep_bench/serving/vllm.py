@@ -168,8 +168,6 @@ def _bind(worker: Any) -> None:
     from vllm.model_executor.models.utils import extract_layer_index
 
     from moe_ep_bench.serving import step
-    from moe_ep_bench.serving.recorder import Recorder
-    from moe_ep_bench.workload.trace import score_words
 
     session, asked, config = _session, _session.asked, worker.vllm_config
     assert asked is not None
@@ -205,19 +203,12 @@ def _bind(worker: Any) -> None:
         )
     if asked.directory is not None and worker.rank == 0:
         asked.directory.mkdir(parents=True, exist_ok=True)
-        session.recorder = Recorder(
+        facts = {"model": Path(model.model).name, "source": f"vLLM {vllm.__version__}, plugin of moe-ep-bench"}
+        session.recorder = step.Recorder(
             asked.directory,
-            [layer.number for layer in session.layers],
-            layer.num_experts,
-            layer.top_k,
-            {
-                "model": Path(model.model).name,
-                "score": score_words(layer.spec.score_function),
-                "domain": "requests of a server",
-                "source": f"vLLM {vllm.__version__}, plugin of moe-ep-bench",
-                "licence": "unstated",
-                "note": f"served under {asked.policy.label}" if asked.policy is not None else "",
-            },
+            session.layers,
+            facts,
+            [] if asked.policy is None else [f"served under {asked.policy.label}"],
             asked.most_bytes,
             lambda line: logger.info("moe-ep-bench: %s", line),
         )
@@ -238,7 +229,9 @@ def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args
             problem = f"{session.num_routed} of {len(session.layers)} MoE layers routed through the plugin in a step"
             logger.error("moe-ep-bench: %s: a fused kernel or a graph chose the experts", problem)
             raise RuntimeError(problem)
-        session.step.end()
+        if session.recorder is not None:
+            name_T, _, position_T, is_prompt_T = session.step.tokens
+            session.recorder.end_step(name_T.tolist(), position_T, is_prompt_T)
     finally:
         session.step = None
     return result
@@ -249,8 +242,7 @@ def _shutdown(inner: Callable[..., Any], worker: Any) -> Any:
     if session.recorder is not None:
         session.recorder.close()
     if session.step_router is not None:
-        for line in session.step_router.report():
-            logger.info("moe-ep-bench: %s", line)
+        logger.info("moe-ep-bench: %s", session.step_router.report())
     session.step_router = session.recorder = None
     return inner(worker)
 
@@ -262,8 +254,8 @@ class _Computed:
         self.worker, self.scheduled = worker, scheduled
 
     @functools.cached_property
-    def tokens(self) -> tuple[list[str], Any, Any, Any]:
-        """Requests by name, and of each token its request, position and whether a prompt holds it.
+    def tokens(self) -> tuple[Any, Any, Any, Any]:
+        """Of each token its request's name and number, its position, and whether a prompt holds it.
 
         Known when the first router is called: the runner orders requests after the step has begun.
         """
@@ -275,7 +267,8 @@ class _Computed:
         request_T = np.arange(len(names)).repeat(count_B)
         first_B = batch.num_computed_tokens_cpu[: len(names)].astype(np.int64)
         position_T = np.arange(count_B.sum()) - (count_B.cumsum() - count_B - first_B)[request_T]
-        return names, request_T, position_T, position_T < batch.num_prompt_tokens[: len(names)][request_T]
+        is_prompt_T = position_T < batch.num_prompt_tokens[: len(names)][request_T]
+        return np.array(names)[request_T], request_T, position_T, is_prompt_T
 
     @functools.cached_property
     def step(self) -> Any:
@@ -287,11 +280,6 @@ class _Computed:
         device = self.worker.device
         return Step(torch.from_numpy(request_T).to(device), torch.from_numpy(is_prompt_T).to(device))
 
-    def end(self) -> None:
-        if _session.recorder is not None:
-            names, request_T, position_T, is_prompt_T = self.tokens
-            _session.recorder.end_step([names[request] for request in request_T], position_T, is_prompt_T)
-
 
 def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
     """What ``moe_ep_bench::route`` does: weights and expert ids [T, K] from vLLM's own."""
@@ -299,8 +287,6 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
     computed = session.step
     if computed is None or not session.layers:  # warm-up
         return weights.clone(), ids.clone()
-    from moe_ep_bench.quality.checkpoint import shares
-
     index, num_tokens = session.indices[place], computed.scheduled.total_num_scheduled_tokens
     session.num_routed += 1
     if len(logits) < num_tokens:
@@ -309,9 +295,7 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
     real = slice(num_tokens)  # what is beyond fills up the batch
     choice = session.layers[index].choice(logits[real], ids[real])
     if session.recorder is not None and session.recorder.is_open:
-        broken_T = choice.broken_T.cpu().numpy()
-        scores_TE = choice.scores_TE.masked_fill(choice.broken_T.unsqueeze(1), 1.0)
-        session.recorder.add(index, shares(scores_TE), ids[real].cpu().numpy(), broken_T)
+        session.recorder.add(index, choice, ids[real])
     if session.step_router is not None:
         routed = session.step_router.route(index, choice, weights[real], ids[real], computed.step)
         out_weights[real], out_ids[real] = routed

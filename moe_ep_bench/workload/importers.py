@@ -10,7 +10,6 @@ Shapes: T = tokens of a request or pass, L = layers of the model, E = experts, K
 
 from __future__ import annotations
 
-import base64
 import io
 import itertools
 import math
@@ -19,13 +18,13 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Base64Bytes, BaseModel, Field, NonNegativeInt, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, naming
-from moe_ep_bench.files import is_whole_number, parse_json
+from moe_ep_bench.errors import UserError, brief, naming, problem_words
 from moe_ep_bench.models import ModelSpec, load_model, scores_from_logits
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.trace import TraceWriter, score_words, written_trace
@@ -56,6 +55,9 @@ class ImportOptions:
         return model
 
 
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield a file's lines without their ends, each with its place (``file:line``)."""
     with path.open("rb") as file:
@@ -63,22 +65,15 @@ def lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}:{number}", line.rstrip(b"\r\n")
 
 
-def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON object of every line but empty ones, each with its place. Raises ValueError: a line is none."""
+def records(path: Path, kind: type[_Record]) -> Iterator[tuple[str, _Record]]:
+    """Yield the JSON of every line but empty ones, each with its place. Raises ValueError: a line is no ``kind``."""
     for where, line in lines(path):
         if line.strip():
-            record = parse_json(line, where)
-            if not isinstance(record, dict):
-                raise UserError(f"{where}: expected an object, got {brief(record)}")
-            yield where, record
-
-
-def whole_number(record: Any, name: str, where: str) -> int:
-    """Read a whole number from 0 on of a JSON object. Raises ValueError: it is none, or there is no such object."""
-    value = record.get(name) if isinstance(record, dict) else None
-    if not is_whole_number(value):
-        raise UserError(f"{where}: {name}: expected a whole number from 0, got {brief(value)}")
-    return value
+            try:
+                yield where, kind.model_validate_json(line)
+            except ValidationError as error:
+                problem = error.errors(include_url=False)[0]
+                raise UserError(": ".join([where, *map(str, problem["loc"]), problem_words(problem)])) from None
 
 
 def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = "iu") -> NDArray[Any]:
@@ -91,16 +86,15 @@ def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = 
     Raises:
         ValueError: another shape, or other things than numbers.
     """
-    try:
+    with naming(where):
         array = np.asarray(value)
-    except (ValueError, OverflowError):
-        raise UserError(f"{where}: expected lists of equal length, got {brief(value)}") from None
-    lengths = zip(shape, array.shape, strict=False)
-    fits = len(shape) == array.ndim and all(length in (None, got) for length, got in lengths)
-    if not fits or array.dtype.kind not in kinds:
-        wanted = "x".join("n" if length is None else str(length) for length in shape)
-        got = f"{array.dtype} of shape {array.shape}" if value is array else brief(value)
-        raise UserError(f"{where}: expected {'' if 'f' in kinds else 'whole '}numbers of shape {wanted}, got {got}")
+        fits = len(shape) == array.ndim and all(
+            length in (None, got) for length, got in zip(shape, array.shape, strict=True)
+        )
+        if not fits or array.dtype.kind not in kinds:
+            wanted = "x".join("n" if length is None else str(length) for length in shape)
+            words = "numbers" if "f" in kinds else "whole numbers"
+            raise UserError(f"expected {words} of shape {wanted}, got {array.dtype} of shape {array.shape}")
     return array
 
 
@@ -108,7 +102,18 @@ def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = 
 
 # What their scores are; every result that is made from them says so.
 ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
-ROUTED = "routed_experts"
+
+
+class _Usage(BaseModel):
+    prompt_tokens: NonNegativeInt
+
+
+class _MetaInfo(_Usage):
+    routed_experts: Base64Bytes
+
+
+class _SglangResponse(BaseModel):
+    meta_info: _MetaInfo
 
 
 def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
@@ -119,24 +124,31 @@ def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> No
     but its last token. ``prompt_tokens`` beside it tells the phases.
     """
     model = options.describe(writer, ASSUMED)
-    for sequence, (where, response) in enumerate(_responses(source, writer)):
-        facts = response.get("meta_info")
-        num_prompt = whole_number(facts, "prompt_tokens", f"{where}: meta_info")
-        content = _decoded(facts.get(ROUTED), f"{where}: {ROUTED}")
-        row_bytes = 4 * model.num_layers * model.top_k
+    row_bytes = 4 * model.num_layers * model.top_k
+    for sequence, (where, response) in enumerate(records(source, _SglangResponse)):
+        content, place = response.meta_info.routed_experts, f"{where}: routed_experts"
         if not content or len(content) % row_bytes:
             expected = f"rows of {model.num_layers} layers x top-{model.top_k} as int32 ({row_bytes} bytes)"
-            raise UserError(f"{where}: {ROUTED}: expected {expected}, got {len(content)} bytes")
+            raise UserError(f"{place}: expected {expected}, got {len(content)} bytes")
         ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, model.num_layers, model.top_k)
-        _add(sequence, ids_TLK, num_prompt, f"{where}: {ROUTED}", options.phase, model, writer)
+        _add_request(writer, sequence, ids_TLK, response.meta_info.prompt_tokens, place, options.phase, model)
+
+
+class _Completion(BaseModel):
+    routed_experts: Base64Bytes | list[list[list[int]]]
+
+
+class _VllmResponse(BaseModel):
+    choices: list[_Completion] = Field(min_length=1, max_length=1)
+    usage: _Usage
 
 
 def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """Import vLLM's responses with routed experts.
 
-    vLLM (``enable_return_routed_experts``) returns ``routed_experts`` [tokens, layers, K] with every completion: of its
-    prompt and of what was generated but its last token, as the base64 text of an array in npy form. Lists serve too, as
-    Python has them:
+    vLLM (``enable_return_routed_experts``) returns ``routed_experts`` [tokens, layers, K] with every completion, of
+    which a response has one (n = 1): of its prompt and of what was generated but its last token, as the base64 text of
+    an array in npy form. Lists serve too, as Python has them:
 
         {"choices": [{"routed_experts": output.outputs[0].routed_experts.tolist()}],
          "usage": {"prompt_tokens": len(output.prompt_token_ids)}}
@@ -144,47 +156,18 @@ def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None
     Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255).
     """
     model = options.describe(writer, ASSUMED)
-    for sequence, (where, response) in enumerate(_responses(source, writer)):
-        choices = response.get("choices")
-        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise UserError(f"{where}: choices: expected one completion a response (n = 1), got {brief(choices)}")
-        num_prompt = whole_number(response.get("usage"), "prompt_tokens", f"{where}: usage")
-        place, ids = f"{where}: {ROUTED}", choices[0].get(ROUTED)
-        if isinstance(ids, str):
+    for sequence, (where, response) in enumerate(records(source, _VllmResponse)):
+        ids, place = response.choices[0].routed_experts, f"{where}: routed_experts"
+        if isinstance(ids, bytes):
             try:
-                ids = np.lib.format.read_array(io.BytesIO(_decoded(ids, place)), allow_pickle=False)
+                ids = np.lib.format.read_array(io.BytesIO(ids), allow_pickle=False)
             except (ValueError, EOFError) as error:
                 raise UserError(f"{place}: expected an array in npy form ({brief(str(error), quoted=False)})") from None
-        _add(sequence, checked(ids, place, (None, None, None)), num_prompt, place, options.phase, model, writer)
+        _add_request(writer, sequence, ids, response.usage.prompt_tokens, place, options.phase, model)
 
 
-def _responses(path: Path, writer: TraceWriter) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a server's responses with their places; the writer's notes count those that say of an error."""
-    num_errors = 0
-    for where, response in json_objects(path):
-        if response.get("error"):
-            num_errors += 1
-        else:
-            yield where, response
-    if num_errors:
-        writer.notes.append(f"{num_errors:,} responses with an error left out")
-
-
-def _decoded(text: Any, where: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (ValueError, TypeError):
-        raise UserError(f"{where}: expected base64 text, got {brief(text)}") from None
-
-
-def _add(
-    sequence: int,
-    ids_TLK: NDArray[np.integer],
-    num_prompt: int,
-    where: str,
-    phase: str,
-    model: ModelSpec,
-    writer: TraceWriter,
+def _add_request(
+    writer: TraceWriter, sequence: int, ids: Any, num_prompt: int, where: str, phase: str, model: ModelSpec
 ) -> None:
     """Add a request's tokens, or those of one phase.
 
@@ -192,15 +175,14 @@ def _add(
     no router gives a token one expert twice. With K = 1 that cannot be told.
 
     Args:
+        ids: [T, L, K].
         num_prompt: tokens of the prompt.
 
     Raises:
         ValueError: the model has other layers, or tokens of the prompt are missing.
     """
+    ids_TLK = checked(ids, where, (None, model.num_layers, model.top_k))
     num_tokens = len(ids_TLK)
-    if ids_TLK.shape[1:] != (model.num_layers, model.top_k):
-        expected = f"{model.num_layers} layers and top-{model.top_k} as {model.name} has"
-        raise UserError(f"{where}: expected {expected}, got shape {ids_TLK.shape}")
     if num_tokens < num_prompt:
         raise UserError(f"{where}: expected all {num_prompt} tokens of the prompt, got {num_tokens} recorded")
     position_T, ids_TM = np.arange(num_tokens), ids_TLK[:, model.moe_layers].reshape(num_tokens, -1)
@@ -262,9 +244,8 @@ def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.f
     ids, _, weights = text.partition(b"\t\t")
     try:
         ids_N, weights_N = np.array(ids.split(b"\t")).astype(np.int64), np.array(weights.split(b"\t")).astype(float)
-        assert ids_N.size == weights_N.size
-        return ids_N.reshape(-1, ESFT_TOP_K), weights_N.reshape(-1, ESFT_TOP_K)
-    except (ValueError, OverflowError, AssertionError):
+        return ids_N.reshape(-1, ESFT_TOP_K), weights_N.reshape(len(ids_N) // ESFT_TOP_K, ESFT_TOP_K)
+    except (ValueError, OverflowError):
         expected = f"{ESFT_TOP_K} ids of every token, two tabs, and as many weights, with tabs between"
         raise UserError(f"{where}: expected {expected}; got {brief(text)}") from None
 
@@ -318,6 +299,17 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
 # ---- Megatron-Core ---------------------------------------------------------------------------------------------------
 
 
+class _Pass(BaseModel):
+    """A line of the tracer: one forward pass through one router."""
+
+    block: str
+    layer: NonNegativeInt
+    num_tokens: NonNegativeInt
+    top_indices: list[list[int]]
+    logit_offset: NonNegativeInt  # in bytes
+    logit_shape: tuple[NonNegativeInt, NonNegativeInt]
+
+
 def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one rank's file of Megatron-Core 0.19's router tracer, and its logits sidecar.
 
@@ -345,16 +337,16 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     model = options.describe(writer, "")
     writer.metadata["score"] = f"{score_words(model.score_function)}, from bfloat16 logits"
     lengths: dict[int, list[int]] = {}  # by layer, of sequences
-    for where, record in json_objects(source):
-        layer, num_tokens = whole_number(record, "layer", where), whole_number(record, "num_tokens", where)
-        if record.get("block") != "decoder" or not num_tokens:
+    for where, read in records(source, _Pass):
+        if read.block != "decoder" or not read.num_tokens:
             continue
-        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", (num_tokens, model.top_k))
-        shares_TE = _megatron_shares(record, where, num_tokens, sidecar, model)
+        ids_TK = checked(read.top_indices, f"{where}: top_indices", (read.num_tokens, model.top_k))
+        shares_TE = _megatron_shares(read, where, sidecar, model)
         # What is out of range the writer refuses.
         shares_TK = np.take_along_axis(shares_TE, ids_TK.clip(0, model.num_experts - 1), axis=1)
-        writer.add(layer, ids_TK, shares_TK, f"{where}: layer {layer}")
-        lengths.setdefault(layer, []).extend([1] * num_tokens if options.phase == "decode" else [num_tokens])
+        writer.add(read.layer, ids_TK, shares_TK, f"{where}: layer {read.layer}")
+        length_S = [1] * read.num_tokens if options.phase == "decode" else [read.num_tokens]
+        lengths.setdefault(read.layer, []).extend(length_S)
     if lengths:
         length_S = np.array(next(iter(lengths.values())))  # the other layers have the same tokens
         position_T = np.concatenate([np.arange(length) for length in length_S])
@@ -363,16 +355,15 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     writer.notes.append(f"{what}; multi-token prediction is left out")
 
 
-def _megatron_shares(record: dict, where: str, num_tokens: int, sidecar: Path, model: ModelSpec) -> NDArray[np.float32]:
-    """Shares of the score mass from a record's logits: [T, E]."""
-    if "logit_offset" not in record:
-        raise UserError(f"{where}: expected logits (--moe-routing-trace-capture-logits), got none")
-    shape, offset = (num_tokens, model.num_experts), whole_number(record, "logit_offset", where)
-    if record.get("logit_shape") != [*shape]:
-        raise UserError(f"{where}: logit_shape: expected {[*shape]}, got {brief(record.get('logit_shape'))}")
-    bits_N = np.fromfile(sidecar, "<i2", math.prod(shape), offset=offset)
+def _megatron_shares(read: _Pass, where: str, sidecar: Path, model: ModelSpec) -> NDArray[np.float32]:
+    """Shares of the score mass from a pass's logits: [T, E]."""
+    shape = (read.num_tokens, model.num_experts)
+    if read.logit_shape != shape:
+        raise UserError(f"{where}: logit_shape: expected {[*shape]}, got {[*read.logit_shape]}")
+    bits_N = np.fromfile(sidecar, "<i2", math.prod(shape), offset=read.logit_offset)
     if bits_N.size < math.prod(shape):
-        raise UserError(f"{where}: {sidecar.name}: expected {num_tokens} tokens from byte {offset} on, got fewer")
+        expected = f"{read.num_tokens} tokens from byte {read.logit_offset} on"
+        raise UserError(f"{where}: {sidecar.name}: expected {expected}, got fewer")
     logits_TE = torch.from_numpy(bits_N.reshape(shape)).view(torch.bfloat16)
     scores_TE = scores_from_logits(logits_TE, model.score_function)
     return (scores_TE / scores_TE.sum(dim=1, keepdim=True)).numpy()

@@ -198,9 +198,7 @@ def open_trace(path: str | Path) -> Trace:
             num_experts, top_k = int(facts["num_experts"]), int(facts["top_k"])
         except ValueError as error:
             raise UserError(f"{path}: num_experts, top_k: expected numbers ({error})") from None
-        if not top_k < num_experts <= MAX_EXPERTS:
-            expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
-            raise UserError(f"{path}: num_experts: expected {expected}, got {num_experts}")
+        _check_sizes(path, num_experts, top_k)
         shape = file.get_slice("expert_ids").get_shape()
         sizes = {**dict(zip("LT", shape, strict=False)), "K": top_k, "E": num_experts}
         for name in filter(names.__contains__, reversed(TENSORS)):
@@ -231,6 +229,12 @@ def trace_info(path: Path) -> str:
         **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
     }
     return "\n".join(f"{name:<8} {value}" for name, value in rows.items())
+
+
+def _check_sizes(where: object, num_experts: int, top_k: int) -> None:
+    if not top_k < num_experts <= MAX_EXPERTS:
+        expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
+        raise UserError(f"{where}: num_experts: expected {expected}, got {num_experts}")
 
 
 @contextmanager
@@ -277,8 +281,10 @@ class TraceWriter:
     """Collects a recording and writes it.
 
     Whoever records calls ``describe`` once. Then, pass by pass, ``add`` takes every layer's block of the pass and
-    ``add_tokens`` the tokens themselves, which completes it. ``sources`` lists the files that were read, ``left_out``
-    counts tokens that were passed over by what they are (``of padding``), and ``notes`` says what a user should know.
+    ``add_tokens`` the tokens themselves, which completes it. Passes may mix sequences; in the file a sequence's tokens
+    stand together by position, and one that comes again counts once. ``sources`` lists the files that were read,
+    ``left_out`` counts tokens that were passed over by what they are (``of padding``), and ``notes`` says what a user
+    should know.
 
     Args:
         source: file or directory.
@@ -301,9 +307,7 @@ class TraceWriter:
         Raises:
             ValueError: more experts than the format names, or none to choose from.
         """
-        if not top_k < num_experts <= MAX_EXPERTS:
-            expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
-            raise UserError(f"{where}: num_experts: expected {expected}, got {num_experts}")
+        _check_sizes(where, num_experts, top_k)
         self.num_experts, self.top_k = num_experts, top_k
         self.metadata |= metadata
 
@@ -369,6 +373,13 @@ class TraceWriter:
         layers = sorted(self._num_rows)
         if not (self.num_tokens and layers):
             raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
+        sequence_T, position_T = (np.concatenate(self._blocks[name, None]) for name in ("sequence_id", "position"))
+        order_T = np.lexsort((position_T, sequence_T))
+        place_T2 = np.stack([sequence_T, position_T], axis=1)[order_T]
+        is_first_T = (np.diff(place_T2, axis=0, prepend=-1) != 0).any(axis=1)
+        self.left_out["that came again"] += int((~is_first_T).sum())
+        order_T = order_T[is_first_T]
+        self.num_tokens = len(order_T)
         notes = [f"{number:,} tokens {what} left out" for what, number in self.left_out.items() if number]
         metadata = {
             "format": FORMAT,
@@ -381,14 +392,14 @@ class TraceWriter:
             "source_sha256": sha256_of(self.sources),
         }
         header, end, content = {"__metadata__": metadata}, 0, []
-        for name in TENSORS:
-            blocks = [block for layer in (None, *layers) for block in self._blocks[name, layer]]
-            if blocks:
-                start, end = end, end + sum(block.nbytes for block in blocks)
-                is_of_layers = blocks[0].ndim > 1
-                shape = [len(layers), self.num_tokens, blocks[0].shape[1]] if is_of_layers else [self.num_tokens]
+        for name, (axes, _) in TENSORS.items():
+            places = [(name, layer) for layer in (layers if "L" in axes else [None])]
+            if places[0] in self._blocks:
+                values = [np.concatenate(self._blocks.pop(place))[order_T] for place in places]
+                shape = [*([len(layers)] if "L" in axes else []), *values[0].shape]
+                start, end = end, end + sum(value.nbytes for value in values)
                 header[name] = {"dtype": self._type_of(name)[0], "shape": shape, "data_offsets": [start, end]}
-                content += blocks
+                content += values
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:

@@ -101,6 +101,7 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     assert "2 ranks" in links.source
     assert "gloo" in links.source
     assert link.latency_basis == link.efficiency_basis == "measured"
+    assert link.duplex == ("half" if per_node == 2 else "full"), "ranks of a host copy"
     assert f"modelled by links/mine: {'inside' if per_node == 2 else 'between'}" in first.stdout
     assert second.stdout == ""
 

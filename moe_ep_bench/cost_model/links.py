@@ -6,7 +6,7 @@ bandwidth per rank and direction. A message of x bytes takes latency + x / bandw
 others' tables (``tables``) have curves of other collectives too, in place of algorithms.
 
 The bandwidth is nominal; ``efficiency`` is the share that large messages reach. Left out: congestion between nodes,
-latency that grows with the number of peers, reductions inside the switch, and directions that share a bandwidth.
+latency that grows with the number of peers, and reductions inside the switch.
 
 Shapes: R = ranks, N = measured points.
 """
@@ -87,6 +87,8 @@ class Link(Strict):
     efficiency_basis: Basis
     curve: Curve | None = None
     """Measured times over bytes. It replaces latency and bandwidth up to its last point."""
+    duplex: Literal["full", "half"] = "full"
+    """half: what a rank sends and what it receives share the link, as copies between ranks of a host do."""
 
     @classmethod
     def measured(cls, sizes_N: ArrayLike, times_us_N: ArrayLike, basis: Basis, byte_us: float | None = None) -> Link:
@@ -135,7 +137,8 @@ class Link(Strict):
         curve = "" if self.curve is None else f", as a curve of {len(self.curve.root)} sizes"
         return (
             f"{self.latency_us:.4g} us ({self.latency_basis})"
-            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis}){curve}"
+            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis})"
+            f"{', half duplex' if self.duplex == 'half' else ''}{curve}"
         )
 
 
@@ -186,9 +189,9 @@ class Links(Preset):
     def all_to_all_us(self, bytes_RR: ArrayLike) -> np.ndarray:
         """Microseconds that an all-to-all keeps each rank busy, float64 [R].
 
-        Rank r sends s_r bytes to other ranks over a link and receives d_r. The link then takes
-        latency + max(s_r, d_r) / bandwidth, or nothing where both are 0. Both links work at once, so a rank takes the
-        longer of the two. What a rank keeps does not cross.
+        Rank r sends s_r bytes to other ranks over a link and receives d_r. The link then takes latency +
+        max(s_r, d_r) / bandwidth, with half duplex their mean / bandwidth, or nothing where both are 0. Both links work
+        at once, so a rank takes the longer of the two. What a rank keeps does not cross.
 
         Args:
             bytes_RR: what each rank (row) has for each rank (column).
@@ -206,7 +209,8 @@ class Links(Preset):
         for link, crosses_RR in ((self.intra, inside_RR), (self.inter, ~inside_RR)):
             if link is not None:
                 carried_RR = np.where(crosses_RR, bytes_RR, 0.0)
-                busy_us_R = link.time_us(np.maximum(carried_RR.sum(axis=1), carried_RR.sum(axis=0)))
+                ways_2R = carried_RR.sum(axis=1), carried_RR.sum(axis=0)
+                busy_us_R = link.time_us((np.max if link.duplex == "full" else np.mean)(ways_2R, axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
 

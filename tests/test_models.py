@@ -190,22 +190,22 @@ def test_a_preset_has_and_activates_the_published_parameters(name: str) -> None:
 # What a rank holds
 
 
-def held(model: ModelSpec, ep_size: int, tokens: int, context: int = 0, peak_load: float | None = None) -> dict:
+def held(model: ModelSpec, ep_size: int, tokens: int, context: int = 0, load: float | None = None) -> dict:
     """What each rank holds of a model in bf16, whose batch is ``tokens`` of each rank, three of each request."""
-    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 3, context, peak_load)
+    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 3, context, lambda _: load)
     return rank.footprint(ep_size, ep_size)
 
 
 def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     """58 layers of 256 experts of 3 x 7168 x 2048 weights, and all else on every rank; two bytes each."""
     model = load_model("deepseek-v3")
-    bytes_of = held(model, 8, 4096, context=9, peak_load=1.5)
+    bytes_of = held(model, 8, 4096, context=9, load=1.5)
     assert bytes_of["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
     assert bytes_of["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
     cached = 4096 + 1366 * 9  # the batch, and what came before of each request, the last of which has fewer in it
     assert bytes_of["cache_bytes"] == cached * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
     assert bytes_of["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
-    most = held(model, 8, 4096, peak_load=99)
+    most = held(model, 8, 4096, load=99)
     assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"
     assert held(load_model("qwen3-235b-a22b"), 16, 1)["cache_bytes"] == 94 * 2 * 4 * 128 * 2
 
@@ -220,6 +220,26 @@ def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
     }
     (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
     return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", 80e9)
+
+
+@pytest.mark.parametrize(
+    ("workload", "ep_size", "load"),
+    [
+        ({"skew": "single_domain"}, 32, 1 + 5.1 / 8**0.5),  # whose peak load is 6.1
+        ({"peak_load": 6.1}, 32, 1 + 5.1 / 8**0.5),
+        ({"peak_load": 6.1}, 256, 6.1),
+        ({"peak_load": 6.1, "rank_load": 1.5}, 32, 1.5),
+        ({"skew": "power_law_1.2"}, 32, 2.0),
+        ({"peak_load": 6.1}, 1, 1.0),
+    ],
+)
+def test_rows_are_of_the_load_that_the_workload_states_in_whatever_words(
+    workload: dict[str, Any], ep_size: int, load: float, tmp_path: Path
+) -> None:
+    traffic = {"kind": "synthetic", "num_tokens": 256 * 64, **workload}
+    fit = deployment(tmp_path, {"preset": "deepseek-v3"}, workload=traffic, layer={"ep_size": ep_size})
+    sent = 256 * 64 // ep_size * 8
+    assert fit.row_bytes == int(sent * min(load, ep_size)) * (4 * 7168 + 3 * 2048) * 2
 
 
 def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Needs no torch but on ranks, for which a dry run does not wait.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -204,17 +205,32 @@ def rest_of(comparison: Comparison) -> Rest:
 
 def served(experiment: Experiment) -> Served:
     """The config's model as it is served."""
-    workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
+    model, workload, precision = experiment.model.spec(), experiment.workload, PRECISIONS[experiment.layer.dtype]
     return Served(
-        experiment.model.spec(),
+        model,
         experiment.layer.dtype,
         precision.hidden_bytes,
         precision.weight_bytes,
         workload.total_tokens,
         workload.request_tokens,
         experiment.whole.context_length,
-        getattr(workload, "peak_load", None),
+        partial(_rank_load, experiment, model.num_experts),
     )
+
+
+def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float | None:
+    """The fullest rank's load over the mean: as it is asked for, or the busiest expert's, eased by the other L - 1.
+
+    Loads of a rank's L experts, in no order, deviate from their mean by 1 / sqrt(L) of what an expert's does.
+    """
+    config = experiment.workload
+    if not isinstance(config, SyntheticConfig):
+        return None
+    targets = config.targets(experiment.model.preset, ep_size)
+    if targets["rank_load"] is not None:
+        return targets["rank_load"]["load"]
+    peak_load = targets["peak_load"]
+    return None if peak_load is None else 1 + (peak_load - 1) / math.sqrt(num_experts / ep_size)
 
 
 def fit_of(comparison: Comparison) -> Fit | None:

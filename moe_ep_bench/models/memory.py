@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 from moe_ep_bench.models.spec import ModelSpec
 
 # Of the fullest rank over the mean, where no workload says more.
-USUAL_PEAK = 2.0
+USUAL_LOAD = 2.0
 
 
 class Fit(BaseModel):
@@ -76,7 +76,7 @@ class Served(NamedTuple):
         total_tokens: tokens of a batch, by the number of ranks.
         request_tokens: of a batch; None = whole prompts.
         context_length: tokens of each request that came before the batch.
-        peak_load: of the fullest rank over the mean; None = ``USUAL_PEAK``.
+        rank_load: of the fullest rank over the mean, by the number of ranks; None = ``USUAL_LOAD``.
     """
 
     model: ModelSpec
@@ -86,7 +86,7 @@ class Served(NamedTuple):
     total_tokens: Callable[[int], int]
     request_tokens: int | None
     context_length: int
-    peak_load: float | None
+    rank_load: Callable[[int], float | None]
 
     def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
         """Bytes on each of ``num_ranks`` ranks, by the names of ``Fit``.
@@ -96,8 +96,8 @@ class Served(NamedTuple):
         """
         model = self.model
         tokens = -(-self.total_tokens(num_ranks) // num_ranks)
-        # Pairs of the fullest rank, as if its hot experts lay together: permuted twice, and inside the FFN.
-        pairs = int(tokens * model.top_k * min(self.peak_load or USUAL_PEAK, ep_size))
+        # Pairs of the fullest rank: permuted twice, and inside the FFN.
+        pairs = int(tokens * model.top_k * min(self.rank_load(ep_size) or USUAL_LOAD, ep_size))
         rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
         if num_layers == 0:
             num_moe, cached = 1, 0

@@ -81,6 +81,7 @@ class Rest(JsonRecord):
 
     us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
     num_moe_layers: Count
+    of: str = ""  # whose attention is in it: prompts of so many tokens, or steps after so many
 
     def pass_ms(self, layer_ms: float) -> float:
         """The pass as if every MoE layer took what this one does."""

@@ -28,7 +28,7 @@ from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
 NO_BOUNDS = Bounds(max_dropped=1.0, min_retained=0.0)
-REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "context_length": 128, "attention": "modelled as absorbed MLA"}
+REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "of": "prompts of 128 tokens"}
 QWEN = ["--model", "qwen3-30b-a3b", "--ep", "8", "--tokens", "16384", "--peak-load", "4"]
 OLMOE = ["--model", "olmoe-1b-7b", "--ep", 8, "--tokens"]
 MODELLED = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
@@ -443,6 +443,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert main(command) == OK
     first = capsys.readouterr()
     assert "the traffic's skew is assumed" in first.out
+    assert {facts["rest"]["of"] for facts in comparisons(load(out))["facts"]} == {"prompts of 16 tokens"}
     assert f"moe-ep-bench show {out}); config: {out}/advise.yaml" in first.out
     assert first.out.startswith((out / "advice.txt").read_text().rstrip())
     assert advice_lines(out) == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
@@ -458,7 +459,8 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
     text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
-    assert "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU" in text
+    gain = "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU"
+    assert f"beside a modelled rest of prompts of 128 tokens: {gain}." in text
     assert "of one MoE layer" not in text
 
 

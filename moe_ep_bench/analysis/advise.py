@@ -147,7 +147,9 @@ def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     times, rate = native["pass_ms"] / pass_ms, native["tokens_per_s_per_rank"]
     end_to_end = f"{times:.3f} times as fast, {_taken(pass_ms, native['pass_ms'])}"
     rates = f"{rate * times:,.0f} in place of {rate:,.0f} tokens/s a GPU"
-    return [*lines, f"The whole model, all such layers beside a modelled rest: {end_to_end}, {rates}."]
+    of = about["facts"]["rest"]["of"]
+    rest = f"a modelled rest{of and f' of {of}'}"
+    return [*lines, f"The whole model, all such layers beside {rest}: {end_to_end}, {rates}."]
 
 
 def _taken(ours_ms: float, native_ms: float) -> str:

@@ -172,9 +172,11 @@ NOTES = (
     Note(_TIMED, _components, "{}"),
     Note(
         "layer",
-        lambda about: (rest := about.facts.rest) and (rest.num_moe_layers, rest.us_per_moe_layer),
+        lambda about: (
+            (rest := about.facts.rest) and (rest.num_moe_layers, rest.us_per_moe_layer, rest.of and f", {rest.of}")
+        ),
         "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for the "
-        "rest of the model (modelled)",
+        "rest of the model (modelled{})",
     ),
     Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT),
     Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),

@@ -308,7 +308,7 @@ class Comparison:
 
     @property
     def expert_bytes(self) -> float:
-        """Weights of one expert; scales of quantised blocks are not counted."""
+        """Weights of one expert, scales of quantised blocks included."""
         return self.model.expert_parameters * PRECISIONS[self.experiment.layer.dtype].weight_bytes
 
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:

@@ -19,7 +19,7 @@ from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, TimedFacts
+from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.facts import Workload as WorkloadFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
@@ -197,7 +197,14 @@ def rest_of(comparison: Comparison) -> Rest:
     checks.refuse(checks.whole_model(model, experiment))
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
-    return Rest(us_per_moe_layer=slowest_us / model.num_moe_layers, num_moe_layers=model.num_moe_layers)
+    if context := experiment.whole.context_length:
+        of = f"a step after {tokens_words(context)}"
+    else:
+        lengths = [length for work in passes for length in work.lengths]
+        least, most = min(lengths), max(lengths)
+        of = f"prompts of {f'{least:,} to ' if least < most else ''}{tokens_words(most)}"
+    num_layers = model.num_moe_layers
+    return Rest(us_per_moe_layer=slowest_us / num_layers, num_moe_layers=num_layers, of=of)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -38,12 +38,11 @@ from moe_ep_bench.cost_model.expert_table import balanced_loads
 from moe_ep_bench.cost_model.tables import BALANCED
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.layer.attention import SdpaAttention
-from moe_ep_bench.layer.backends import DecodeExperts, GroupedExperts
-from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
+from moe_ep_bench.layer.components import DecodeExperts, GroupedExperts, expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import expert_parallel_groups, moe_utils
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.passes import SdpaAttention
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model

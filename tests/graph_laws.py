@@ -20,7 +20,7 @@ from layer_laws import (
 from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
-from moe_ep_bench.layer import backends
+from moe_ep_bench.layer import components
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous
@@ -72,7 +72,7 @@ def experts_by_map_permute_nothing_know_no_counts_and_sum_bfloat16_in_float32(la
 def what_a_graph_reads_lives_as_long_as_the_graph(lab: Lab) -> None:
     """The next case gets a context of its own; the random numbers of this one would be given back."""
     stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
-    with mock.patch.object(backends, "decode_experts", dense_decode_experts):
+    with mock.patch.object(components, "decode_experts", dense_decode_experts):
         lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
         stack.take(stack.forms)
         router, meet = stack.moe_layers[None].router, Rendezvous(lab.ep_group, lab.ranks.device)

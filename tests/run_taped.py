@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ep_bench.bench import replays, session
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import PolicyForm
-from moe_ep_bench.layer import backends, parts
+from moe_ep_bench.layer import components, parts
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned
 from moe_ep_bench.policies.selection import TopK
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         mock.patch.object(torch.cuda, "graph_pool_handle"),
         mock.patch.object(replays, "clock_for", return_value=TapeClock()),
         mock.patch.object(session, "clock_for", return_value=TapeClock()),
-        mock.patch.object(backends, "decode_experts", dense_decode_experts),
+        mock.patch.object(components, "decode_experts", dense_decode_experts),
         mock.patch.object(Pruned, "select", _unseen),
         mock.patch.object(TopK, "select", TopKOnDevice.route),
     ):

@@ -37,14 +37,14 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 def cases() -> dict[str, Callable[[], object]]:
     """What is compiled: calls of launch code, each under a name of its own."""
-    from moe_ep_bench.kernels import row_sums_triton, swiglu_triton
+    from moe_ep_bench.kernels import experts_triton
 
     def swiglu(num_rows: int, ffn_size: int, dtype: torch.dtype) -> object:
-        return swiglu_triton.weighted_swiglu(torch.empty(num_rows, 2 * ffn_size, dtype=dtype), torch.empty(num_rows))
+        return experts_triton.weighted_swiglu(torch.empty(num_rows, 2 * ffn_size, dtype=dtype), torch.empty(num_rows))
 
     def row_sums(num_rows: int, num_columns: int) -> object:
         rows_ND = torch.empty(num_rows, num_columns, dtype=torch.bfloat16)
-        return row_sums_triton.row_sums(rows_ND, torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows))
+        return experts_triton.row_sums(rows_ND, torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows))
 
     return {
         "row_sums": partial(row_sums, 64, 2048),

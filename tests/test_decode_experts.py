@@ -1,4 +1,4 @@
-"""Claims about the experts of a decode step in Triton. What is right is a plain loop over experts in float64.
+"""Claims about experts in Triton: those of a decode step, and sums of rows. What is right is a plain loop in float64.
 
 They run in Triton's interpreter, which multiplies the bits of bfloat16 matrices as whole numbers: there the 16-bit type
 is float16, and bfloat16 waits for a GPU. What torch leaves uninitialised is NaN here, so that a kernel that reads what
@@ -19,6 +19,8 @@ from torch import Tensor
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts
 from moe_ep_bench.kernels.experts import decode_experts as host_decode_experts
+from moe_ep_bench.kernels.experts import row_sums_by_bags
+from moe_ep_bench.kernels.experts_triton import row_sums
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -200,3 +202,23 @@ def test_the_host_s_form_equals_a_loop_over_experts(num_tokens: int, num_experts
     assert_close(host_decode_experts(*step), loop(*step))
     none = *routed(0, num_experts, 48, dtype), *weights(num_experts, 48, 32, dtype)
     assert host_decode_experts(*none).shape == (0, 48)
+
+
+# --- Sums of rows -----------------------------------------------------------------------------------------
+
+
+def test_the_triton_sums_of_rows_equal_bags() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for counts, num_columns in (([], 16), ([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408)):
+        for dtype in (torch.float32, torch.bfloat16):
+            ends_T = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+            rows_ND = torch.randn(sum(counts) + 2, num_columns, generator=generator).to(dtype)  # two of no token
+            places_N = torch.randperm(len(rows_ND), generator=generator)
+            expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
+            torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
+
+
+def test_bags_hold_each_tokens_rows_and_no_others() -> None:
+    rows_ND = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    places_N, ends_T = torch.tensor([2, 0, 1, 3]), torch.tensor([2, 2, 3])  # the last row is of no token
+    assert row_sums_by_bags(rows_ND, places_N, ends_T).tolist() == [[101.0], [0.0], [10.0]]

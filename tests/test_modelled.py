@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, outside_moe_us, pass_segments
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, Leg, legs_of
-from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us, pass_segments
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 

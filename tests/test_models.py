@@ -19,7 +19,7 @@ import yaml
 from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.phases import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
 from moe_ep_bench.models.memory import Fit, Served
 

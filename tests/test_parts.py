@@ -58,7 +58,7 @@ def test_every_request_and_what_runs(
 def test_the_triton_activation_equals_its_formula() -> None:
     """Run by Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is made for Linux")
-    from moe_ep_bench.kernels.swiglu_triton import weighted_swiglu
+    from moe_ep_bench.kernels.experts_triton import weighted_swiglu
 
     generator = torch.Generator().manual_seed(1)
     for rows, ffn_size in ((0, 16), (1, 1), (5, 48), (3, 1408)):

@@ -11,7 +11,7 @@ import torch
 from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import capacity_passes_triton, triton_twins
+from moe_ep_bench.kernels import capacity_triton, triton_twins
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.usefixtures("patched_once")
@@ -176,8 +176,8 @@ SCORES = {
 @pytest.mark.parametrize("spec", [TOKEN_DROP, EXPANDED_DROP, {**TOKEN_DROP, "granularity": "device"}], ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_capacities_of_scores_of_every_kind(name: str, spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity_passes_triton, "_LISTED", 128)
-    monkeypatch.setattr(capacity_passes_triton, "_SETTLED", 64)
+    monkeypatch.setattr(capacity_triton, "_LISTED", 128)
+    monkeypatch.setattr(capacity_triton, "_SETTLED", 64)
     assert_like_torch(spec, SCORES[name], num_ranks=4, rank=1, normalize=True)
 
 

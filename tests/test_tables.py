@@ -19,8 +19,8 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
-from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.phases import RankWork, layer_segments
 from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec

@@ -14,9 +14,8 @@ from torch import Tensor
 from virtual_laws import SEED, Lab, OnVirtualRanks
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.layer import RankWork
+from moe_ep_bench.cost_model.phases import PassWork, RankWork, pass_segments
 from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
-from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.models import load_model

@@ -17,7 +17,7 @@ from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
+from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.facts import Workload as WorkloadFacts
@@ -186,7 +186,7 @@ def device_words(comparison: Comparison) -> str:
 def rest_of(comparison: Comparison) -> Rest:
     """What a modelled layer comes to in a pass of its whole model: attention, dense layers, norms, the output layer.
 
-    They are modelled as in whole models (``cost_model.whole_model``), of the slowest rank, in batch 0: its prompts, or
+    They are modelled as in whole models (``cost_model.phases``), of the slowest rank, in batch 0: its prompts, or
     one step of its requests with ``whole.context_length`` tokens each in the cache.
 
     Raises:

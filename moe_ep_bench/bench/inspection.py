@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ep_bench.bench.cases import BASELINE, CEILING
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels import oracle_for
-from moe_ep_bench.layer.backends import DecodeExperts
+from moe_ep_bench.layer.components import DecodeExperts
 from moe_ep_bench.layer.experts import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.runtime.attempts import split_reason

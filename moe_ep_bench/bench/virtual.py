@@ -29,9 +29,8 @@ from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
-from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.runtime.attempts import split_reason
@@ -68,7 +67,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
 
 def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
-    """What a rank takes on a device that is not here: see ``cost_model.layer`` and ``cost_model.whole_model``."""
+    """What a rank takes on a device that is not here: see ``cost_model.phases``."""
     device, model, dtype = comparison.device, comparison.model, comparison.experiment.layer.dtype
     assert device is not None
     if (policy := router.case.policy) is not None:

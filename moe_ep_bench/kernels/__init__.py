@@ -30,8 +30,7 @@ from pathlib import Path
 from types import ModuleType
 
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
-from moe_ep_bench.policies.budget_drop import BudgetDrop
-from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
+from moe_ep_bench.policies.capacity import BudgetDrop, CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -125,9 +124,9 @@ def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
         return False
     if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
         return False
-    from moe_ep_bench.kernels import laser_triton, requests_triton, standings_triton, tiles_triton
+    from moe_ep_bench.kernels import laser_triton, sets_triton, standings_triton, tiles_triton
 
-    if isinstance(policy, XShare) and policy.scope == "request" and num_tokens > requests_triton.MOST_TOKENS:
+    if isinstance(policy, XShare) and policy.scope == "request" and num_tokens > sets_triton.MOST_REQUEST_TOKENS:
         return False
     if isinstance(policy, CapacityPolicy):
         most = standings_triton.MOST_PAIRS

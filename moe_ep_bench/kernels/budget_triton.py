@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ep_bench.kernels import tiles_triton as tiles
-from moe_ep_bench.policies.budget_drop import BudgetDrop
+from moe_ep_bench.policies.capacity import BudgetDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.steps import BIN_SHIFT, NUM_BINS, SCORE_UNIT
 

@@ -28,7 +28,7 @@ def weighted_swiglu(gate_up_N2F: Tensor, weights_N: Tensor) -> Tensor:
         weights_N: float32 routing weight of each row.
     """
     if gate_up_N2F.is_cuda and not triton_lacks():
-        from moe_ep_bench.kernels.swiglu_triton import weighted_swiglu as compiled
+        from moe_ep_bench.kernels.experts_triton import weighted_swiglu as compiled
 
         return compiled(gate_up_N2F, weights_N)
     return weighted_swiglu_formula(gate_up_N2F, weights_N)
@@ -49,7 +49,7 @@ def row_sums(rows_ND: Tensor, row_of_place_N: Tensor, ends_T: Tensor) -> Tensor:
         ends_T: int64, where each token's places end.
     """
     if rows_ND.is_cuda and not triton_lacks():
-        from moe_ep_bench.kernels.row_sums_triton import row_sums as compiled
+        from moe_ep_bench.kernels.experts_triton import row_sums as compiled
 
         return compiled(rows_ND, row_of_place_N, ends_T)
     return row_sums_by_bags(rows_ND, row_of_place_N, ends_T)

@@ -1,7 +1,7 @@
 """Keep a run as one CUDA graph and replay it, as servers run decode steps.
 
 At a few tokens a layer's dozens of launches take longer on the host than their work on the device. A graph issues them
-in one call, collectives included. It holds only what does not wait for the host (``dispatchers.MapDispatcher``). A run
+in one call, collectives included. It holds only what does not wait for the host (``components.MapDispatcher``). A run
 is captured for one batch, whose tensors the graph reads where they lie: nothing is copied when it is replayed. Its
 phases are timed by events inside the graph, which the recorder takes over.
 

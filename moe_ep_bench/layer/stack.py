@@ -20,9 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.layer.attention import SdpaAttention
-from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
-from moe_ep_bench.layer.dispatchers import BoundedDispatcher, own_dispatcher
+from moe_ep_bench.layer.components import BoundedDispatcher, experts_submodule, fill_experts_, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
     GPTModel,
@@ -35,6 +33,7 @@ from moe_ep_bench.layer.megatron import (
     moe_submodules,
 )
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
+from moe_ep_bench.layer.passes import SdpaAttention
 from moe_ep_bench.layer.phases import instrumented, instrumented_model
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
 from moe_ep_bench.models import ModelSpec

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_ep_bench.layer.backends import fill_experts_
+from moe_ep_bench.layer.components import fill_experts_
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, expert_weights
 from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
 from moe_ep_bench.layer.passes import KeyValueCache

@@ -15,8 +15,7 @@ from pathlib import Path
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
-from moe_ep_bench.policies.budget_drop import BudgetDrop
-from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
+from moe_ep_bench.policies.capacity import BudgetDrop, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
 from moe_ep_bench.policies.oea import OEA, Pruned

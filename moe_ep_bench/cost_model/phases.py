@@ -1,0 +1,270 @@
+"""Model what one rank's run of a layer, or pass of a whole model, takes on a device that is not here.
+
+It is cut into legs as a measured one is. Each phase has a formula over the figures of a device file (``devices``), in
+microseconds. *Phases of an MoE layer:*
+
+gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes; or the device's own figure of
+          a gate in float32
+policy    a least time + T E scores x picoseconds per score: of the model's own top-k by one kernel (Megatron-Core's
+          several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
+          ``devices.SLOW_POLICIES``
+permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
+          rows gathered for sending, 2 N W b bytes; sorted by local expert as they arrive, 2 M W b; put back after
+          the experts, 2 M W b; summed per token at the end, (N + T) W b. The middle two only where L > 1 and there
+          are other ranks
+metadata  nothing: host syncs and counting are left out
+experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
+          6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in
+          and out of two GEMMs with an activation between them. Measured times (``expert_table``) give
+          all of it, the middle two steps of the permutation included
+shared    roofline of a gated FFN on T rows, with D and S in place of W and F; at the end its output is added to
+          the routed experts', 3 T D b bytes through memory
+
+The layer has grouped experts, permutation by index (``layer.components``) and a gate that multiplies values as they
+are, as with Transformer Engine; ``*-measured`` have Megatron-Core's own, in float32. The time per score does not
+depend on the number of experts. Launches take no time apart from the experts' overhead, so batches of few tokens come
+out too fast. All-to-alls and other collectives are the link model's (``links``).
+
+A batch-wide policy meets the other ranks in the middle of its routing: the model's own top-k comes before, the rest
+after.
+
+*What stands between MoE layers* (phases are those of ``layer.phases``: (layer, phase) within a layer):
+
+embedding  T rows gathered: 2 T D b bytes at the share of the bandwidth that permutation reaches
+attention  projections, one GEMM after another: rooflines of 2 T I O operations and b (I O + T (I + O)) bytes;
+           norms of queries and keys, or of latents, and rotary positions: what they read and write;
+           core attention: the larger of its operations, at the device's ``attention_efficiency``, and of its bytes
+dense      roofline of a gated FFN on T rows
+rest       norms, 2 T D b bytes each, and residual additions, 3 T D b each: two of both in a layer, and the last norm
+output     roofline of the output layer on P rows, a prompt's or request's last token each: its weights are read once
+
+*Core attention at prefill.* Two GEMMs over each prompt's causal half, S^2 / 2 pairs of tokens: H S^2 (Q + V)
+operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one,
+from a cache as engines keep it. Grouped queries: keys, with their positions, and values of G heads are read once,
+b (C + 1) G (Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations. Latent attention is absorbed: the cache holds
+a latent of L numbers and a rotary key of P, which are read once for all heads, b (C + 1) (L + P) bytes, with
+H (C + 1) 2 (2 L + P) operations; two projections a head take queries into the latent and outputs out of it.
+Megatron-Core's own step, which ``run`` times, does more: its static cache holds keys without positions, which each step
+gives to all of them anew, and expands a latent to the keys and values of all heads.
+
+Nothing is in it for launches: little of a prefill of many tokens, but much of a decode step that is not replayed from a
+graph, which comes out too fast by whatever they take. A GEMM of few rows takes what a tile of them does, as experts do:
+on a device of little arithmetic a decode step's projections come out slow. Biases and sampling are not in it either.
+
+Shapes: T = tokens of the rank, E = experts of the model (all are scored, however many slots there are), N = pairs that
+it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, W = width of the rows that routed
+experts take, which is D unless the model has a latent size, F = expert FFN size, S = FFN size of the shared experts or
+(attention) a prompt's length, P = prompts or requests, C = tokens in the cache, I, O = what a projection takes and
+gives, H = heads, G = key-value heads, Q, V = size of a head's keys and values, L, P (latent attention) = latent and
+rotary widths, b = bytes per value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """What one rank does in one run of the layer.
+
+    Attributes:
+        num_tokens: T, its own tokens.
+        num_sent: N, pairs that it sends to anyone, itself included.
+        received_L: int64 [L], rows that arrive at each of its local experts or slots.
+        batch_tokens: of all ranks; None = not said, and taken from the rows.
+        num_shared: tokens whose shared experts it computes beside the routed ones; None = its own, ahead of the gate.
+    """
+
+    num_tokens: int
+    num_sent: int
+    received_L: NDArray[np.int64]
+    batch_tokens: int | None = None
+    num_shared: int | None = None
+
+    @property
+    def num_received(self) -> int:
+        """M, rows that arrive."""
+        return int(np.sum(self.received_L))
+
+
+def layer_segments(
+    device: Device,
+    model: ModelSpec,
+    work: RankWork,
+    *,
+    by_policy: bool,
+    batch_wide: bool,
+    alone: bool = False,
+    dtype: str = "bfloat16",
+    solving_us: float = 0.0,
+) -> list[tuple[str, float]]:
+    """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
+
+    A stage without work takes no time; a rank without tokens still runs the experts on the rows that it is sent.
+
+    Args:
+        by_policy: a policy routes; otherwise the model's own top-k.
+        batch_wide: the policy sums statistics over ranks.
+        alone: there is no other rank: nobody is met, and rows lie as the experts want them.
+        dtype: of ``PRECISIONS``; what b is, and whether experts are smaller; float32 has bfloat16's arithmetic.
+        solving_us: a balancer's, once all counts are known.
+    """
+    precision = PRECISIONS[dtype]
+    T, N, M, b = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes
+    E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
+    W = model.expert_hidden_size
+    gate_us = device.gate_us(T, D, E, b)
+    routing_us = device.routing_us(T * E, by_policy=by_policy)
+    top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
+    sorted_already = alone or len(work.received_L) == 1 or device.experts is not None
+    sort_us = 0.0 if sorted_already else device.permute_us(2 * M * W * b)
+    experts_us = device.experts_us(
+        W, F, work.received_L, precision, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
+    )
+    num_shared, is_own = (T, True) if work.num_shared is None else (work.num_shared, False)
+    shared_us = device.work_us(*ffn_work(D, S, num_shared, b, model.expert_matrices))
+    add_us = device.work_us(0, 3 * T * D * b, T)
+    segments = [  # Stages that take no time stand where a measured run has them.
+        (UNACCOUNTED, 0.0),
+        *([("shared", shared_us)] if S and is_own else []),
+        ("gate", gate_us),
+        ("policy", top_k_us),
+        *([("wait_policy", 0.0), ("policy", routing_us - top_k_us)] if batch_wide else []),
+        (UNACCOUNTED, 0.0),
+        ("permute", 0.0),
+        ("wait_metadata", 0.0),
+        *([("policy", solving_us)] if solving_us else []),
+        ("permute", device.permute_us(2 * N * W * b)),
+        ("metadata", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("wait_dispatch", 0.0),
+        (UNACCOUNTED, 0.0),
+        ("metadata", 0.0),
+        ("permute", sort_us),
+        *([("shared", shared_us)] if S and not is_own else []),
+        ("experts", experts_us),
+        ("permute", sort_us),
+        ("wait_combine", 0.0),
+        (UNACCOUNTED, 0.0),
+        *([("shared", add_us)] if S else []),
+        ("permute", device.permute_us((N + T) * W * b)),
+    ]
+    return [(phase, time_us) for phase, time_us in segments if not (alone and phase in PHASE_OF_MEETING)]
+
+
+# ---- a whole model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PassWork:
+    """What one rank does in one pass: the prefill of its prompts, or one decode step of its requests.
+
+    Attributes:
+        lengths: tokens of each prompt; at decode each token is a request's.
+        context_length: C, tokens of each request in the cache; 0 at prefill.
+        layers: by MoE layer that is built, what the rank does there.
+    """
+
+    lengths: tuple[int, ...]
+    context_length: int = 0
+    layers: Mapping[int, RankWork] = field(default_factory=dict)
+
+
+def pass_segments(
+    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, dtype: str = "bfloat16", **of_layers: Any
+) -> list[tuple[PhaseKey, float]]:
+    """Phases and microseconds of one pass in the order in which a measured one has them, for ``timeline.legs_of``.
+
+    Those of a layer are (layer, name), as (3, "experts"). Stages without work take no time.
+
+    Args:
+        num_layers: that are built, the first ones of the model.
+        dtype, of_layers: see ``layer_segments``; of every MoE layer.
+
+    Raises:
+        ValueError: the device's share for attention is not stated.
+    """
+    us = _outside_us(device, model, work, dtype)
+    segments: list[tuple[PhaseKey, float]] = [(UNACCOUNTED, 0.0), ("embedding", us.embedding)]
+    for layer in range(num_layers):
+        segments += [
+            ("rest", 0.0),
+            ((layer, "rest"), us.layer_rest / 2),
+            ((layer, "attention"), us.attention),
+            ((layer, "rest"), us.norm),
+        ]
+        if layer in work.layers:
+            inner = layer_segments(device, model, work.layers[layer], dtype=dtype, **of_layers)
+            segments += [((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us) for phase, time_us in inner]
+        else:
+            segments.append(((layer, "dense"), us.dense))
+        segments.append(((layer, "rest"), us.layer_rest / 2 - us.norm))
+    return [*segments, ("rest", us.norm), ("output", us.output), (UNACCOUNTED, 0.0)]
+
+
+def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, dtype: str = "bfloat16") -> float:
+    """Microseconds of a pass through all of a model's layers that no MoE layer takes.
+
+    Raises:
+        ValueError: the device's share for attention is not stated.
+    """
+    us = _outside_us(device, model, work, dtype)
+    layers_us = model.num_layers * (us.attention + us.layer_rest)
+    return us.embedding + layers_us + (model.num_layers - model.num_moe_layers) * us.dense + us.norm + us.output
+
+
+class _Outside(NamedTuple):
+    """The module's table, in microseconds; ``layer_rest``: two norms and two residual additions."""
+
+    embedding: float
+    norm: float
+    layer_rest: float
+    attention: float
+    dense: float
+    output: float
+
+
+def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
+    T, D, b = sum(work.lengths), model.hidden_size, PRECISIONS[dtype].hidden_bytes
+    assert model.attention is not None
+    assert model.vocab_size is not None
+
+    def gemm_us(rows: int, takes: int, gives: int, heads: int = 1) -> float:
+        """Of ``heads`` GEMMs at once."""
+        num_bytes = heads * b * (takes * gives + rows * (takes + gives))
+        return device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows) if rows else 0.0
+
+    def moved_us(num_bytes: float) -> float:
+        return device.work_us(0, num_bytes, 1)
+
+    decodes = work.context_length > 0
+    form = model.attention.form(D, decodes=decodes)
+    # Tokens whose keys and values are read, the new ones included, and pairs of tokens that attend.
+    cached = T * (work.context_length + 1)
+    pairs = cached if decodes else sum(length**2 / 2 for length in work.lengths)
+    core_bytes = b * (T * (form.queries + form.output) + cached * (form.keys + form.values))
+    attention_us = (
+        sum(gemm_us(T, *sizes) for sizes in form.projections)
+        + moved_us(2 * b * T * (form.normed + form.rotated))
+        + device.attention_us(2 * (form.queries + form.output) * pairs, core_bytes)
+    )
+    norm_us = moved_us(2 * T * D * b)
+    return _Outside(
+        embedding=device.permute_us(2 * T * D * b),
+        norm=norm_us,
+        layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
+        attention=attention_us,
+        dense=device.work_us(*ffn_work(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, b)),
+        output=gemm_us(T if decodes else len(work.lengths), D, model.vocab_size),
+    )

@@ -1,9 +1,22 @@
-"""Tell a user's mistake from a defect of ours."""
+"""What a user is told: mistakes in one line, unlike defects of ours; exit statuses; progress."""
 
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from tqdm import tqdm
+
+# Exit statuses of every command, and of the ranks.
+OK = 0
+CASES_FAILED = 1  # the job went through, but some cases have a reason instead of times
+USER_ERROR = 2  # one line was printed that says what to change
+LOST = 75  # a rank lost the process group, or stood still; a new job goes on with the next case (EX_TEMPFAIL)
+CLOSED = 138  # asked to (SIGUSR1), ended between comparisons; the same command does the rest (128 + the signal)
+
+tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is timed.
+_SELDOM_S = 60.0  # how often a pipe or a log, which keeps every update, gets one
 
 
 class UserError(ValueError):
@@ -76,3 +89,13 @@ def problem_words(problem: Mapping[str, Any]) -> str:
     if plain := _PLAIN_WORDS.get(problem["type"]):
         message = plain.format_map(problem.get("ctx", {}))
     return message if problem["type"] in ("missing", "value_error") else f"{message}, got {brief(problem['input'])}"
+
+
+def progress_bar(total: int, unit: str, title: str = "", *, shown: bool = True) -> tqdm:
+    """Count ``total`` units on standard error; nothing where there is nothing to do or it is not to be ``shown``.
+
+    What ends within a minute says nothing in a log.
+    """
+    seldom = {"mininterval": 1.0} if sys.stderr.isatty() else {"mininterval": _SELDOM_S, "delay": _SELDOM_S}
+    how = {"dynamic_ncols": True, "disable": not shown or not total, **seldom}
+    return tqdm(total=total, unit=f" {unit}", desc=title or None, **how)

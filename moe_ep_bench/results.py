@@ -3,10 +3,11 @@
 ``<out>/run.json``              resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
 ``<out>/attempts/``             what was tried when a job was lost (``runtime.attempts``)
-``<out>/.lock-<name>``          what jobs are writing at the moment (``locks``)
+``<out>/.lock-<name>``          what jobs are writing at the moment
 
-Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
-``run.json`` is merged under a lock, and what was running is kept apart per job.
+Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone:
+a job locks each comparison that it may write. ``run.json`` is merged under a lock, and what was running is kept apart
+per job. A lock is the kernel's (``filelock``, by flock) and ends with its holder; the file says who that is.
 
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases with one
 ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*, one repetition of the whole
@@ -16,19 +17,23 @@ part has all cases is not run again. Samples are never thinned or averaged here.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+import socket
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Job, RunFacts
 from moe_ep_bench.files import atomic_path, read_json, write_json
-from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
@@ -36,6 +41,8 @@ RUN_JSON = "run.json"
 _GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
 _CONDITIONS = b"conditions"
+# A job that was just stopped may take so long to end; its successor waits for it.
+PATIENCE_S = 5.0
 
 
 class RunDirectory:
@@ -148,7 +155,7 @@ class RunDirectory:
         Raises:
             ValueError: another job has been writing ``run.json`` for a minute.
         """
-        with locks.hold(self.root, {RUN_JSON: RUN_JSON}, patience_s=60.0):
+        with hold(self.root, {RUN_JSON: RUN_JSON}, patience_s=60.0):
             self.remove_unfinished([RUN_JSON])
             provenance = {key: description.get(key) for key in Job.model_fields}
             earlier = self.earlier() or {}
@@ -159,7 +166,7 @@ class RunDirectory:
                     continue
                 cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
                 done = self.statuses(comparison_id, launch, table).keys()
-                if cases.keys() <= done or locks.is_held(self.root, comparison_id):
+                if cases.keys() <= done or is_held(self.root, comparison_id):
                     merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                     merged["cases"] = {**cases, **merged["cases"]}
                 else:
@@ -189,6 +196,57 @@ def _read(path: Path) -> pa.Table | None:
 def conditions_of(part: pa.Table) -> bytes | None:
     """Under which conditions a part of samples says that it was timed, as JSON."""
     return (part.schema.metadata or {}).get(_CONDITIONS)
+
+
+# ---- locks -----------------------------------------------------------------------------------------------------------
+
+
+def lock_file(root: Path, name: str) -> Path:
+    return root / f".lock-{name}"
+
+
+@contextlib.contextmanager
+def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Keep all other jobs from what is named, while the block lasts.
+
+    Args:
+        root: the results directory.
+        titles: what to lock, and what it is called where another job has it.
+        patience_s: how long to wait for another holder.
+
+    Raises:
+        UserError: one line that names who holds what; nothing is held then.
+        OSError: nothing can be written there.
+    """
+    with contextlib.ExitStack() as held:
+        for name, title in titles.items():
+            file = lock_file(root, name)
+            try:
+                held.enter_context(FileLock(file, timeout=patience_s, poll_interval=0.1, fallback_to_soft=False))
+            except Timeout:
+                holder = "which is just ending"
+                with contextlib.suppress(OSError):
+                    holder = brief(file.read_text(errors="replace"), 200, quoted=False)
+                raise UserError(
+                    f"--out {root}: {title}: another job is writing this, {holder}; "
+                    "wait for it, stop it, or choose another directory"
+                ) from None
+            # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
+            held.callback(file.unlink, missing_ok=True)
+            begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
+        yield
+
+
+def is_held(root: Path, name: str) -> bool:
+    """Whether another job has this at the moment."""
+    file = lock_file(root, name)
+    try:
+        if file.exists():
+            FileLock(file, fallback_to_soft=False).acquire(blocking=False).lock.release()
+    except Timeout:
+        return True
+    return False
 
 
 class ValidationDirectory:

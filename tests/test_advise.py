@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.errors import OK, USER_ERROR
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)

@@ -20,7 +20,7 @@ from test_run import free_port
 from moe_ep_bench.cost_model import calibrate
 from moe_ep_bench.cost_model.calibrate import check, link_of, share_bytes
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.errors import OK
 from moe_ep_bench.runtime.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.errors import OK, USER_ERROR
 
 COMMANDS = (
     "run", "emulate", "route", "advise", "validate", "papers", "quality", "calibrate", "trace", "doctor", "show",

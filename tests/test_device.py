@@ -12,11 +12,10 @@ import torch
 from test_run import write_config
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.runtime import device
-from moe_ep_bench.runtime.device import check_num_ranks, device_type, take_cpu
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.errors import OK, USER_ERROR, UserError
+from moe_ep_bench.runtime import torchrun
 from moe_ep_bench.runtime.ranks import Ranks, join
+from moe_ep_bench.runtime.torchrun import check_num_ranks, device_type, take_cpu
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15"}
 
@@ -26,15 +25,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     """A machine on which nobody has said anything, and whose driver and torch see no GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # So that what a test sets is taken back.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(device, "query_gpus", lambda: [])
+    monkeypatch.setattr(torchrun, "query_gpus", lambda: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torchrun, "_DEVICES", tmp_path)
     return monkeypatch
 
 
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.MonkeyPatch) -> None:
     assert device_type() == "cpu", "there are none"
-    machine.setattr(device, "query_gpus", lambda: [H100])
+    machine.setattr(torchrun, "query_gpus", lambda: [H100])
     too_old = RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
     machine.setattr(torch.cuda, "init", Mock(side_effect=too_old))
     asks = r"H100 80GB HBM3, driver 550.54.15, and torch can use none .* is too old .* --cuda12 .* --cpu"
@@ -69,7 +68,7 @@ COMMANDS = {
 def test_commands_that_measure_end_with_2_and_start_nothing(
     machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    machine.setattr(device, "query_gpus", lambda: [H100])
+    machine.setattr(torchrun, "query_gpus", lambda: [H100])
     claims = [{"source": "Table 1", "policy": {"name": "topk"}, "paper": 1.1, "note": "none"}]
     config = write_config(tmp_path, emulate={"links": "h100-nvlink4"}, layer__ep_size=2, claims=claims)
     out = tmp_path / "out"
@@ -82,7 +81,7 @@ def test_commands_that_measure_end_with_2_and_start_nothing(
 def test_cpu_asks_for_the_cpu_and_what_is_modelled_asks_for_nothing(
     machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine.setattr(device, "query_gpus", lambda: [H100])
+    machine.setattr(torchrun, "query_gpus", lambda: [H100])
     measured = write_config(tmp_path)
     assert main(["run", str(measured), "--nproc", "2", "--dry-run"]) == USER_ERROR
     assert main(["run", str(measured), "--nproc", "2", "--dry-run", "--cpu"]) == OK

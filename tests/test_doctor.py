@@ -13,9 +13,9 @@ from test_run import environment
 
 from moe_ep_bench import kernels
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import CASES_FAILED, LOST, USER_ERROR
 from moe_ep_bench.machine import doctor
 from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, USER_ERROR
 
 
 def examined(out: Path, *torchrun: str, faults: str = "", nproc: int = 2) -> subprocess.CompletedProcess[str]:

@@ -26,9 +26,9 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
+from moe_ep_bench.errors import OK
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}

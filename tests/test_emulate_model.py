@@ -17,7 +17,7 @@ from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.errors import OK
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
 
 PREFILL = Path("configs/model-prefill.yaml")

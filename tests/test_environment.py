@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.device import query_gpus
+from moe_ep_bench.machine.provenance import query_gpus
 
 CPU = torch.device("cpu")
 # One GPU as ``query_gpus`` gives it.

@@ -25,12 +25,12 @@ import pytest
 import torch
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
 
+from moe_ep_bench import results
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.job import check_agreement
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 SMALL = {"workload__num_batches": 1, "measure__iterations": 2}
 ENDLESS = {
@@ -268,7 +268,7 @@ def check_nobody_is_blamed(out: Path) -> None:
     """By the next start, which finds no lock."""
     for comparison_id in json.loads((out / "run.json").read_text())["comparisons"]:
         collect_lost(out / "attempts", [comparison_id])
-        assert not locks.is_held(out, comparison_id)
+        assert not results.is_held(out, comparison_id)
     assert [path.read_text() for path in (out / "attempts").iterdir()] == []
 
 

@@ -18,9 +18,9 @@ from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.workload.frontier import Frontier, joint, top_k_pairs
 
 RANK_E = torch.arange(8) // 2  # four ranks

@@ -14,10 +14,10 @@ import pytest
 import torch
 from test_run import cases_of, launch, statuses, write_config
 
+from moe_ep_bench.errors import CASES_FAILED, OK
 from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder

@@ -20,7 +20,7 @@ from test_run import TESTS, cases_of, environment, write_config
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
+from moe_ep_bench.errors import CASES_FAILED, USER_ERROR
 from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
 
 LAYER = {

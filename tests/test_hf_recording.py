@@ -18,11 +18,11 @@ from safetensors.torch import save_file as save_weights
 from trace_files import tokens_of
 
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import USER_ERROR
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, shares
 from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import TraceWriter, open_trace
 

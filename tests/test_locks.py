@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from test_run import environment as child_environment
 
-from moe_ep_bench.runtime import locks
+from moe_ep_bench import results
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from moe_ep_bench.runtime import locks
-with locks.hold(Path(sys.argv[1]), {"one": "one"}):
+from moe_ep_bench import results
+with results.hold(Path(sys.argv[1]), {"one": "one"}):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -36,26 +36,26 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 def test_what_another_job_holds_is_refused_by_its_name(holder: subprocess.Popen, tmp_path: Path) -> None:
-    assert locks.is_held(tmp_path, "one")
+    assert results.is_held(tmp_path, "one")
     expected = rf"--out {tmp_path}: a title: another job is writing this, process {holder.pid} on .*, begun 20.* UTC;"
-    with pytest.raises(ValueError, match=expected), locks.hold(tmp_path, {"one": "a title"}, patience_s=0.2):
+    with pytest.raises(ValueError, match=expected), results.hold(tmp_path, {"one": "a title"}, patience_s=0.2):
         pass
-    with locks.hold(tmp_path, {"two": "another"}, patience_s=0.0):
-        assert not locks.is_held(tmp_path, "three")
-    with pytest.raises(ValueError, match="another job"), locks.hold(tmp_path, {"two": "", "one": ""}, patience_s=0.0):
+    with results.hold(tmp_path, {"two": "another"}, patience_s=0.0):
+        assert not results.is_held(tmp_path, "three")
+    with pytest.raises(ValueError, match="another job"), results.hold(tmp_path, {"two": "", "one": ""}, patience_s=0.0):
         pass
-    assert not locks.is_held(tmp_path, "two"), "nothing stays held where one of several is refused"
-    assert not locks.lock_file(tmp_path, "two").exists()
+    assert not results.is_held(tmp_path, "two"), "nothing stays held where one of several is refused"
+    assert not results.lock_file(tmp_path, "two").exists()
 
 
 def test_the_lock_of_a_job_that_was_killed_is_taken_over(holder: subprocess.Popen, tmp_path: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert locks.lock_file(tmp_path, "one").exists()
-    assert not locks.is_held(tmp_path, "one")
-    with locks.hold(tmp_path, {"one": "one"}, patience_s=0.0):
-        assert locks.is_held(tmp_path, "one")
-    assert not locks.is_held(tmp_path, "one")
+    assert results.lock_file(tmp_path, "one").exists()
+    assert not results.is_held(tmp_path, "one")
+    with results.hold(tmp_path, {"one": "one"}, patience_s=0.0):
+        assert results.is_held(tmp_path, "one")
+    assert not results.is_held(tmp_path, "one")
 
 
 def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
     assert other.stdout is not None
     other.stdout.readline()
-    with locks.hold(tmp_path, {"one": "one"}, patience_s=30.0):
+    with results.hold(tmp_path, {"one": "one"}, patience_s=30.0):
         pass
     other.communicate()
     assert other.returncode == 0
-    assert not locks.is_held(tmp_path, "one")
+    assert not results.is_held(tmp_path, "one")

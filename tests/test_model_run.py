@@ -19,7 +19,7 @@ from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import held_here
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.errors import OK
 from moe_ep_bench.schema import (
     LAYER_PHASES,
     MODEL_PHASES,

@@ -17,8 +17,8 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.policies import policy_class, source_hash
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]

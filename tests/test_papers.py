@@ -26,11 +26,10 @@ from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.files import write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.papers.run import run_claims
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}
 CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.1, "note": "nothing is inferred"}

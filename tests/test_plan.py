@@ -11,8 +11,7 @@ import torch
 import yaml
 from trace_files import write_trace
 
-from moe_ep_bench.bench.cases import REPLICATION
-from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.comparison import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run, workload_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.errors import UserError

@@ -18,12 +18,12 @@ from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.papers import FOLDER, Item, Number, load, names, numbers, orderings
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.papers.run import _is_at, _value
 from moe_ep_bench.policies import POLICIES, make_policy
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "papers"

@@ -31,6 +31,7 @@ from moe_ep_bench.analysis.quality import (
 from moe_ep_bench.analysis.store import ResultsError, kind_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import text as text_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
@@ -38,7 +39,6 @@ from moe_ep_bench.quality.config import QualityExperiment
 from moe_ep_bench.quality.routed import RouterCall, pass_metrics, routed
 from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text, hidden_states, token_costs
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
 
 ROOT = Path(__file__).parents[1]

@@ -19,12 +19,12 @@ from test_quality import parts
 
 from moe_ep_bench.analysis.quality import read_quality, task_scores
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.tasks import TaskRouting, score_continuations, task_manager
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
 
 DROP = {"name": "token_drop", "capacity_factor": 0.5}

@@ -7,7 +7,7 @@ import sys
 
 from test_run import environment
 
-from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.errors import OK
 
 LEAVING = """
 import atexit, runpy, sys, time

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from moe_ep_bench import results
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
-from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
@@ -226,7 +226,7 @@ def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description
         return {**A_JOB, "run_id": name, "comparisons": {name: {}}, "cases": cases}
 
     directory.write_run(description("mine"))
-    with locks.hold(tmp_path, {"mine": "mine"}):
+    with results.hold(tmp_path, {"mine": "mine"}):
         directory.write_run(description("yours"))
     assert set(json.loads(directory.run_json.read_text())["comparisons"]) == {"mine", "yours"}
     directory.write_run(description("yours"))

@@ -22,9 +22,9 @@ from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.placement import rank_load, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload.importers import ASSUMED
 
 CONFIG = {

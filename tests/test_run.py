@@ -19,9 +19,9 @@ import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.layer import parts
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent

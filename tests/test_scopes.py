@@ -21,9 +21,9 @@ from moe_ep_bench.analysis.notes import READING
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
+from moe_ep_bench.errors import OK
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.runtime.exit_codes import OK
 
 TOKENS, PADDING, TOP_K, NUM_EXPERTS = 12, 3, 6, 64
 LASER = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12}

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_ep_bench import cli
+from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.checkpoint import find_moe_layers
 from moe_ep_bench.quality.recording import inner_products, similarities
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 FACTS = {"format": "moe-similarity-v1", "model": "made up"}
 

@@ -21,8 +21,8 @@ from slurm_cluster import NAMES, Cluster, cluster, wait_for, why_not
 from test_run import TESTS, write_config
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load
+from moe_ep_bench.errors import CASES_FAILED, CLOSED, USER_ERROR
 from moe_ep_bench.runtime.attempts import collect_lost
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, USER_ERROR
 
 pytestmark = pytest.mark.slurm
 

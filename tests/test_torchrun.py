@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK
+from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK
 from moe_ep_bench.runtime.torchrun import asked_to_close, leave_status, torchrun
 
 FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")

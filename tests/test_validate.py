@@ -27,8 +27,8 @@ from moe_ep_bench.analysis.validate import (
 )
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.cli import main
+from moe_ep_bench.errors import LOST, OK
 from moe_ep_bench.results import ValidationDirectory
-from moe_ep_bench.runtime.exit_codes import LOST, OK
 from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.timing.statistics import Estimate, equivalence
 

@@ -11,8 +11,7 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments, override
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
+from moe_ep_bench.errors import USER_ERROR, UserError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUN = CONFIGS.parent / "results" / "reference" / "quickstart-2cpu"

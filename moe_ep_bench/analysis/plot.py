@@ -18,9 +18,8 @@ from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURE
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
-from moe_ep_bench.errors import UserError, check_known
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _LINES = ("x", "y", "by", "facet", "where")
 

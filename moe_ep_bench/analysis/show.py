@@ -17,9 +17,8 @@ from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
 from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
-from moe_ep_bench.errors import UserError, check_known
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 FORMATS = ("text", "md", "latex", "csv", "json", "html")
 # The end of a run fits terminals of this width.

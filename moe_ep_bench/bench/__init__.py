@@ -1,8 +1,8 @@
-"""Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in ten files:
+"""Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in nine files:
 
 ``cli/__init__``      reads the command line
 ``bench/run``         has torchrun start ranks; ranks agree and find what is left to measure
-``bench/plan``        config -> comparisons (``comparison``), with their cases (``cases``), workloads and ids
+``bench/plan``        config -> comparisons (``comparison``), with their cases, workloads and ids
 ``bench/job``         comparison after comparison, under a guard and with a line of what is being tried
 ``bench/session``     builds this rank's layers and batches, and takes the steps of a measurement
 ``bench/routing``     a rank's tokens as a case sees them, and how it routes them
@@ -16,7 +16,6 @@ after another side by side. ``route`` ends behind ``traffic``. Beside that path
 
 ``checks``            what a config asks for and a backend cannot do
 ``description``, ``dry_run``  a comparison in ``run.json``, and before anything runs
-``building``          config -> layer or model, and a pass of random tokens
 ``inspection``        what layers chose and computed, held against the reference
 ``replays``           cases as CUDA graphs
 ``measured_ranks``    how long a virtual rank takes on the device that is here; cases beside the reference

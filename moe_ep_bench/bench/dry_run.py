@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, Comparison
 from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.runtime.exit_codes import OK
+from moe_ep_bench.errors import OK
 
 
 def dry_run(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.cases import BASELINE, CEILING
+from moe_ep_bench.bench.comparison import BASELINE, CEILING
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels import oracle_for
 from moe_ep_bench.layer.components import DecodeExperts

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.errors import UserError, brief, naming
+from moe_ep_bench.bench.comparison import CaseSpec, Comparison
+from moe_ep_bench.errors import CASES_FAILED, LOST, OK, UserError, brief, naming
 from moe_ep_bench.files import make_folder, stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
-from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime import locks
+from moe_ep_bench.results import RunDirectory, hold
 from moe_ep_bench.runtime.attempts import (
     MAX_ATTEMPTS,
     Guard,
@@ -39,7 +37,6 @@ from moe_ep_bench.runtime.attempts import (
     reason_of,
     split_reason,
 )
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
 from moe_ep_bench.runtime.ranks import Ranks, T, ToldError
 from moe_ep_bench.timing.device import Ceilings
 
@@ -238,7 +235,7 @@ def fill(
     """
     check_agreement(directory, comparisons[0].mode, conditions, force=force, scope=comparisons[0].scope)
     titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
-    with locks.hold(directory.root, titles):
+    with hold(directory.root, titles):
         run_id, todo = new_run_id(), {}
         for comparison in comparisons:
             done = directory.statuses(comparison.comparison_id, table=table)

@@ -16,9 +16,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
+from moe_ep_bench.bench.session import builder, random_pass
 from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import RankTime, legs_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, DenseReference, seeded_generator

@@ -29,7 +29,7 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import source_hash
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.runtime.device import device_type, num_gpus
+from moe_ep_bench.runtime.torchrun import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.synthetic import SyntheticWorkload

@@ -13,17 +13,16 @@ from pathlib import Path
 
 import torch
 
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.bench.comparison import ROUTING, CaseSpec, Comparison
 from moe_ep_bench.bench.description import routed_facts, run_json
 from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import one_thread
 from moe_ep_bench.bench.rows import identity, write_routing
 from moe_ep_bench.bench.traffic import RoutedBatches
+from moe_ep_bench.errors import progress_bar
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.progress import progress_bar
 
 _CPU = torch.device("cpu")
 

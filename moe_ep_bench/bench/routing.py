@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
-from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.bench.comparison import CEILING, NATIVE, ROUTING, CaseSpec, Comparison
 from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator

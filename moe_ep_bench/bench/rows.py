@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys

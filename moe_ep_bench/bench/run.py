@@ -18,15 +18,20 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.job import Job, Todo, check_agreement, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rows import Outcome, write_launch
+from moe_ep_bench.errors import CLOSED, USER_ERROR, progress_bar
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.device import check_num_ranks
-from moe_ep_bench.runtime.exit_codes import CLOSED, USER_ERROR
-from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.results import RunDirectory, hold
 from moe_ep_bench.runtime.ranks import ToldError, as_rank, join
-from moe_ep_bench.runtime.torchrun import STOPPED_WORDS, Ended, asked_to_close, is_launched, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import (
+    STOPPED_WORDS,
+    Ended,
+    asked_to_close,
+    check_num_ranks,
+    is_launched,
+    num_nodes,
+    torchrun,
+)
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -186,5 +191,5 @@ def _take(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[T
     conditions = provenance.conditions({**provenance.hardware(job.ranks.device), **provenance.package_versions()})
     check_agreement(directory, first.mode, conditions, force=force, scope=first.scope)
     titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
-    job.held.enter_context(locks.hold(directory.root, titles))
+    job.held.enter_context(hold(directory.root, titles))
     return left_of(directory, comparisons, job.launch, force=force)

@@ -22,20 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
-from moe_ep_bench.layer.experts import DTYPES, HIDDEN, DenseReference, seeded_generator
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOKENS, DenseReference, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
-from moe_ep_bench.layer.passes import KeyValueCache
+from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, replaced
-from moe_ep_bench.layer.stack import layer_seed
+from moe_ep_bench.layer.stack import Stack, layer_seed
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import (
@@ -283,3 +281,34 @@ class Session:
                 self.job.guard.feed()
                 outcome.times[case.case_id] = np.stack(ranks.told(times_SC))
                 outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))
+
+
+# ---- what runs -------------------------------------------------------------------------------------------------------
+
+
+def builder(comparison: Comparison, device: torch.device) -> Callable[..., Stack]:
+    """What builds the layer or model, once it is given its process groups."""
+    model, settings = comparison.model, comparison.experiment.layer
+    build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, parts=comparison.parts)
+    if comparison.scope == "layer":
+        return build
+    longest = comparison.context_length + comparison.most_tokens
+    return partial(build, num_layers=comparison.num_layers, max_length=longest)
+
+
+def random_pass(
+    comparison: Comparison,
+    device: torch.device,
+    index: int,
+    rank: int,
+    lengths: Sequence[int],
+    cache: KeyValueCache | None,
+) -> Pass:
+    """A rank's pass of a model over batch ``index``: a decode step where there is a cache, else a prefill.
+
+    Args:
+        lengths: tokens of each of the rank's sequences.
+    """
+    generator = seeded_generator(device, comparison.experiment.layer.seed, TOKENS, index, rank)
+    ids_T = torch.randint(comparison.model.vocab_size, (sum(lengths),), generator=generator, device=device)
+    return Prefill(ids_T, lengths) if cache is None else Decode(ids_T, cache)

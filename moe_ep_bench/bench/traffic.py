@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import water_fill
-from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.comparison import BASELINE, CEILING, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics
 from moe_ep_bench.bench.rows import Row
 from moe_ep_bench.bench.slots import Slots

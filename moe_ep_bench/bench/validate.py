@@ -19,10 +19,9 @@ from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
-from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import make_folder, writing_to
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 
 def validate(

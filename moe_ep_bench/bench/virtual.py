@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of

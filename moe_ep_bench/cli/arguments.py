@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import moe_ep_bench
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
+from moe_ep_bench.errors import USER_ERROR
 
 _SHARED = {
     "config": """\

@@ -24,13 +24,11 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.links import Link, Links
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import OK, UserError
 from moe_ep_bench.files import atomic_path, make_folder, writing_to
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.device import check_num_ranks
-from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
-from moe_ep_bench.runtime.torchrun import torchrun
+from moe_ep_bench.runtime.torchrun import check_num_ranks, torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10

@@ -21,13 +21,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moe_ep_bench import kernels
+from moe_ep_bench import errors, kernels
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime import exit_codes
-from moe_ep_bench.runtime.device import check_num_ranks, local_ranks
 from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.runtime.torchrun import leave_status, torchrun
+from moe_ep_bench.runtime.torchrun import check_num_ranks, leave_status, local_ranks, torchrun
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -70,7 +68,7 @@ def doctor(out: Path, nproc: int | None) -> int:
             print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
     if os.environ["RANK"] == "0":
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
-    return leave_status(exit_codes.CASES_FAILED if problems else exit_codes.OK)
+    return leave_status(errors.CASES_FAILED if problems else errors.OK)
 
 
 def gpus() -> Iterator[Finding]:

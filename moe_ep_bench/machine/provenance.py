@@ -17,7 +17,7 @@ import resource
 import shlex
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import pynvml
 
 from moe_ep_bench.files import read_text
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.runtime.device import query_gpus
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -42,6 +41,19 @@ _VARIABLES = (
 # What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
 _COMPARED = ("device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda")
 _COMPARED_ON_GPUS = ("nccl", "triton", "deep_ep")
+
+# How NVML is asked; names have the unit. An error of one costs only itself.
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
+    "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
+    "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
+    "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
+    "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    "power_default_w": lambda gpu: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
+    "mig": lambda gpu: "Enabled" if pynvml.nvmlDeviceGetMigMode(gpu)[0] else "Disabled",
+}
 
 
 def code_hash() -> str:
@@ -149,6 +161,27 @@ def describe(device: torch.device) -> dict[str, Any]:
         "git_dirty": bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain", "--", ".")),
         "threads_per_rank": torch.get_num_threads(),
     }
+
+
+def query_gpus() -> list[dict[str, Any]]:
+    """All GPUs of this node, CUDA_VISIBLE_DEVICES or not: ``index``, ``driver`` and ``_FIELDS``; None = unsaid.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or it has lost its GPU.
+    """
+    pynvml.nvmlInit()
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        row: dict[str, Any] = {"index": index, "driver": driver}
+        for name, read in _FIELDS.items():
+            try:
+                row[name] = read(handle)
+            except (pynvml.NVMLError, LookupError):
+                row[name] = None
+        gpus.append(row)
+    return gpus
 
 
 def describe_gpus() -> dict[str, Any]:

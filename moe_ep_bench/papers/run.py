@@ -13,16 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.bench.cases import BASELINE, POLICY, REPLICATION
-from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.comparison import BASELINE, POLICY, RANKS, REPLICATION, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 # Keys in which comparisons that stand side by side may differ.
 _TRAFFIC = ("workload.skew", "workload.peak_load", "workload.seed")

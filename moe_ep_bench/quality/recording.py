@@ -27,13 +27,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, progress_bar
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.policies.sere import FORMAT, TENSOR
 from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.runtime.torchrun import device_type
 from moe_ep_bench.workload.trace import TraceWriter, score_words, sha256_of, trace_info, written_trace
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"

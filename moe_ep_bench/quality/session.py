@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec
+from moe_ep_bench.bench.comparison import BASELINE, POLICY, CaseSpec
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.rows import as_columns, identity
 from moe_ep_bench.config.files import load_points
-from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.errors import UserError, naming, progress_bar
 from moe_ep_bench.facts import CaseFacts, JudgedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -32,8 +32,7 @@ from moe_ep_bench.quality.routed import Phase, judged_phase, try_policies
 from moe_ep_bench.quality.tasks import Task, harness_version
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.runtime.torchrun import device_type
 
 # Of the environment: what decides the answers.
 _DECISIVE = ("device_name", "torch", "transformers", "lm_eval")

@@ -18,11 +18,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import LOST, USER_ERROR, UserError, brief
 from moe_ep_bench.runtime.attempts import PEER_LOST, is_of_peers
-from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
-from moe_ep_bench.runtime.torchrun import leave_status
+from moe_ep_bench.runtime.torchrun import device_type, leave_status
 
 # NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
 # be blamed for it. Our guard ends it instead, and says for what it waited.

@@ -1,13 +1,18 @@
-"""Start ranks with torchrun, and end with the status on which they agreed.
+"""Start ranks with torchrun, on GPUs or the CPU, and end with the status on which they agreed.
 
 torchrun (torch.distributed.run) starts the ranks of this node, joins them with other nodes' and starts all again when
 one is lost; what is left to measure is found on disk. Every option of its own can be set by a variable of its own,
 ``PET_NNODES`` and ``PET_RDZV_ENDPOINT`` for instance (launch/torchrun.sh). Ranks that have done their part end well,
 whatever became of the cases, so that nothing is restarted; the first of a node leaves their status in a file.
+
+What is measured takes the CPU only where that is asked for, or where there is nothing else: a torch that cannot use a
+machine's GPUs (built for another CUDA, an older driver) would otherwise time toy sizes there, in a job that ends well.
+torch is imported where it is asked: what it sees is settled then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,8 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_ep_bench.errors import brief
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
+import pynvml
+
+from moe_ep_bench.errors import CASES_FAILED, LOST, OK, UserError, brief
+from moe_ep_bench.machine.provenance import query_gpus
 
 # Of ranks: the folder in which they leave their status, and find a request to close.
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
@@ -28,13 +35,94 @@ _ARGUMENTS = "MOE_EP_BENCH_ARGUMENTS"
 # torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_DEVICES = Path("/dev")
+# So many CPU ranks per core at most, and this many wherever: they share time slices, and rows say so.
+_RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 
 STOPPED_WORDS = "stopped: what is finished is kept, the same command does what is left"
+
+
+# ---- how many ranks, and on what -------------------------------------------------------------------------------------
+
+
+def take_cpu() -> None:
+    """Measure on the CPU, whatever is here; before torch is imported, and for all processes that this one starts."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _seen_gpus() -> str:
+    """GPUs of this node: as the driver lists them, else their files; empty where there are none."""
+    with contextlib.suppress(pynvml.NVMLError):  # No driver, or no GPU.
+        if gpus := query_gpus():
+            return f"the driver lists {gpus[-1]['name']}, driver {gpus[-1]['driver']}"
+    return ", ".join(sorted(map(str, _DEVICES.glob("nvidia[0-9]"))))
+
+
+def num_gpus() -> int:
+    """GPUs that torch can use; it is not imported where there are none."""
+    if "torch" not in sys.modules and not _seen_gpus():
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_type() -> str:
+    """``cuda`` where torch can use a GPU, else ``cpu``; an empty CUDA_VISIBLE_DEVICES (--cpu) asks for the CPU.
+
+    Raises:
+        UserError: there are GPUs that torch cannot use, or that are hidden from it, and the CPU is not asked for.
+    """
+    if num_gpus():
+        return "cuda"
+    seen = _seen_gpus()
+    if not seen or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
+    import torch
+
+    why = f"it is built for CUDA {torch.version.cuda} and finds no device"
+    try:
+        torch.cuda.init()
+    except Exception as error:  # of whatever kind: it is the answer
+        why = brief(error, 200, quoted=False)
+    raise UserError(
+        f"GPUs: {seen}, and torch can use none ({why}); expected a torch for this driver (launch/setup.sh --cuda12 for "
+        "CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
+    )
+
+
+def local_ranks(wanted: int | None) -> int:
+    """Ranks on this node: as many as are wanted, else one per GPU; without any, one CPU rank per core, 2 to 4.
+
+    Raises:
+        UserError: none are wanted.
+    """
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--nproc: expected at least 1, got {wanted}")
+    return wanted or num_gpus() or min(max(len(os.sched_getaffinity(0)), 2), 4)
+
+
+def check_num_ranks(nproc: int) -> None:
+    """Refuse more ranks on this node than it can carry: one per GPU, or two per core (4 on fewer cores).
+
+    Raises:
+        UserError: there are more; or as ``device_type``.
+    """
+    if device_type() == "cuda":
+        most, of = num_gpus(), "the GPUs here"
+    else:
+        cores = len(os.sched_getaffinity(0))
+        most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"
+    if nproc > most:
+        raise UserError(f"--nproc: expected at most {most} ({of}), got {nproc}")
 
 
 def num_nodes() -> int:
     """Nodes of the job that torchrun's own variable names; a benchmark's ranks neither come late nor leave."""
     return int(os.environ.get("PET_NNODES", "1"))
+
+
+# ---- starting them ---------------------------------------------------------------------------------------------------
 
 
 class Ended(NamedTuple):

@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Job, RunFacts
-from moe_ep_bench.files import atomic_path, read_json, write_json
+from moe_ep_bench.files import atomic_path, make_folder, read_json, write_json
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
@@ -83,6 +83,31 @@ class RunDirectory:
         except (OSError, ValueError):
             raise UserError(f"{path}: damaged, or not written by this program") from None
         return content
+
+    def check_agreement(self, now: Mapping[str, Any]) -> None:
+        """Raise unless results can be written here, and earlier ones were obtained under the same conditions.
+
+        Figures and tables read a directory as a whole. So it holds one mode and scope, obtained under one set of
+        conditions: no timed rows beside emulated ones, nor two versions of torch.
+
+        Args:
+            now: mode, scope and code of the rows to come, and keys of the environment that must be as they were.
+
+        Raises:
+            ValueError: one line naming the directory, what differs and what helps.
+        """
+        make_folder(self.root, "--out")
+        earlier = self.earlier()
+        if earlier is None:
+            return
+        then = {"scope": "layer", **earlier, **earlier["environment"], "code": earlier.get("hashes", {}).get("code")}
+        for key, value in now.items():
+            if then.get(key) != value:
+                held = brief(then.get(key), quoted=False)
+                raise UserError(
+                    f"--out {self.root}: holds results with {key} {held}, here it is {value}; "
+                    "choose another directory" + (" or --force" if key == "code" else "")
+                )
 
     @property
     def attempts(self) -> Path:

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from moe_ep_bench import files
-from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.files import write_json
-from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 
 CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
+NOW = {"mode": "run", "scope": "layer", **CONDITIONS, "code": "today's"}
 
 
 def leave_results(root: Path, mode: str = "run", scope: str = "layer", code: str = "", **more: str) -> RunDirectory:
     """A directory as an earlier command left it, of this code where nothing else is said."""
-    about = {"mode": mode, "scope": scope, "hashes": {"code": code or provenance.code_hash()}}
+    about = {"mode": mode, "scope": scope, "hashes": {"code": code or NOW["code"]}}
     rows = {"run_id": "r", "comparisons": {}, "cases": {}}
     write_json(root / "run.json", {**about, "environment": {**CONDITIONS, **more}, **rows})
     return RunDirectory(root)
@@ -46,7 +45,7 @@ def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, 
     directory, before = leave_results(tmp_path, **left), files_in(tmp_path)
     fits = not message or (force and forced)
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=f"holds results with {message}"):
-        check_agreement(directory, "run", CONDITIONS, force=force)
+        directory.check_agreement(NOW if not force else {key: value for key, value in NOW.items() if key != "code"})
     assert files_in(tmp_path) == before
 
 
@@ -54,15 +53,15 @@ def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, 
 def test_a_description_that_is_none_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ValueError, match=r"run.json: damaged, or not written by this program"):
-        check_agreement(RunDirectory(tmp_path), "run", CONDITIONS, force=False)
+        RunDirectory(tmp_path).check_agreement(NOW)
 
 
 def test_a_new_directory_is_made_and_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
-    check_agreement(RunDirectory(tmp_path / "a" / "b"), "route", CONDITIONS, force=False)
+    RunDirectory(tmp_path / "a" / "b").check_agreement(NOW)
     assert files_in(tmp_path / "a" / "b") == set()
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"--out {tmp_path}/file: is a file; expected a directory"):
-        check_agreement(RunDirectory(tmp_path / "file"), "route", CONDITIONS, force=False)
+        RunDirectory(tmp_path / "file").check_agreement(NOW)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

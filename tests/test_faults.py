@@ -27,7 +27,6 @@ from test_run import cases_of, environment, free_port, launch, statuses, write_c
 
 from moe_ep_bench import results
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
@@ -225,7 +224,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_runs(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(ValueError, match=rf"--out {small_disk}/out: cannot write .*: {os.strerror(errno.EROFS)}$"):
-        check_agreement(RunDirectory(small_disk / "out"), "run", {}, force=False)
+        RunDirectory(small_disk / "out").check_agreement({})
 
 
 def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from test_run import environment
 
+from moe_ep_bench.errors import LOST
 from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
 
 # A guarded rank: how long it may stand still, and what it does.
 GUARDED = """
 import ctypes, sys, time
 from pathlib import Path
+from moe_ep_bench.errors import LOST
 from moe_ep_bench.runtime.attempts import Guard
 from moe_ep_bench.runtime.torchrun import become_rank
 
@@ -44,16 +46,19 @@ time.sleep(1.5)
 """
 
 
-def guarded(folder: Path, timeout_s: float, does: str) -> subprocess.Popen:
+def guarded(folder: Path, timeout_s: float, does: str, rank: str = "0") -> subprocess.Popen:
     command = [sys.executable, "-c", GUARDED, str(folder), str(timeout_s), does]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    env = environment() | ({"RANK": rank} if rank else {})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 @pytest.mark.parametrize("does", ["sleeps", "waits"])
-def test_what_stands_still_is_ended_and_says_where(does: str, tmp_path: Path) -> None:
-    job = guarded(tmp_path, 1.0, does)
+@pytest.mark.parametrize("rank", ["0", ""], ids=["a rank, for torchrun", "alone"])
+def test_what_stands_still_is_ended_and_says_where(does: str, rank: str, tmp_path: Path) -> None:
+    job = guarded(tmp_path, 1.0, does, rank)
     _, errors = job.communicate(timeout=600)
-    assert (job.returncode, errors) == (1, "")
+    words = f"moe-ep-bench: no progress for 0:00:01 in {does}; the same command goes on\n"
+    assert (job.returncode, errors) == ((1, "") if rank else (LOST, words)), "1 would say that it went through"
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == [f"timeout: no progress for 0:00:01 in {does} (rank 0)"]
 

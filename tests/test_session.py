@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import inspection, job, session
+from moe_ep_bench.bench import inspection, run, session
 from moe_ep_bench.bench.session import measure_comparison
 from moe_ep_bench.layer.graphs import unfit_environment
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
@@ -43,16 +43,16 @@ def test_a_rank_goes_on_after_an_exception_but_not_after_a_collective_failed(
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cpu"), rank=0))
     if survives is None:
         with pytest.raises(type(error)):
-            job.Job.survive(here, error)
+            run.Job.survive(here, error)
     else:
-        assert job.Job.survive(here, error) == survives
+        assert run.Job.survive(here, error) == survives
 
 
 def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cuda"), rank=0))
     monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("CUDA error: an illegal access")))
     with pytest.raises(ValueError, match="no kernel"):
-        job.Job.survive(here, ValueError("no kernel"))
+        run.Job.survive(here, ValueError("no kernel"))
 
 
 @pytest.mark.parametrize("errors", [(math.nan, 0.5), (0.5, math.nan)])

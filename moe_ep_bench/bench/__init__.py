@@ -1,9 +1,8 @@
-"""Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in nine files:
+"""Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in eight files:
 
 ``cli/__init__``      reads the command line
-``bench/run``         has torchrun start ranks; ranks agree and find what is left to measure
+``bench/run``         has torchrun start ranks, which agree and measure what is left, under a guard
 ``bench/plan``        config -> comparisons (``comparison``), with their cases, workloads and ids
-``bench/job``         comparison after comparison, under a guard and with a line of what is being tried
 ``bench/session``     builds this rank's layers and batches, and takes the steps of a measurement
 ``bench/routing``     a rank's tokens as a case sees them, and how it routes them
 ``layer/stack``       Megatron-Core's layers in both forms, native and policy

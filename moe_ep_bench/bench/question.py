@@ -89,14 +89,14 @@ class Question:
         Raises:
             ValueError: the directory holds results of another question.
         """
-        from moe_ep_bench.bench.run import emulate_plan
+        from moe_ep_bench.bench.run import emulate
 
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
             raise UserError(f"--out {self.out}: holds results of another question; expected another directory")
         with atomic_path(self.config) as temporary:
             temporary.write_text(self.text)
-        return emulate_plan(self.comparisons, self.out, force=force)
+        return emulate(self.comparisons, self.out, force=force)
 
 
 def ask(options: argparse.Namespace, bounds: Bounds) -> Question:

@@ -15,10 +15,10 @@ import torch
 
 from moe_ep_bench.bench.comparison import ROUTING, CaseSpec, Comparison
 from moe_ep_bench.bench.description import routed_facts, run_json
-from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import one_thread
 from moe_ep_bench.bench.rows import identity, write_routing
+from moe_ep_bench.bench.run import fill
 from moe_ep_bench.bench.traffic import RoutedBatches
 from moe_ep_bench.errors import progress_bar
 from moe_ep_bench.machine import provenance

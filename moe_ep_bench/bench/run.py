@@ -1,28 +1,36 @@
 """``run`` and ``emulate``: time real expert-parallel ranks, or one device that stands in for all of them.
 
 ``launch`` has torchrun start ranks; each calls ``run``. Before anything is measured, ranks agree that they are doing
-the same thing. Then each comparison is measured, by ``session`` or by ``virtual``.
+the same thing. Then ``session`` or ``virtual`` measures what is left, comparison by comparison, under a guard and with
+a line ahead of what is tried, so that the next job knows what was lost (``Job``). Nothing of an untimed comparison can
+be lost but its own time (``fill``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+import torch
+from tqdm import tqdm
+
+from moe_ep_bench.bench.comparison import RANKS, CaseSpec, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.job import Job, Todo, check_agreement, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rows import Outcome, write_launch
-from moe_ep_bench.errors import CLOSED, USER_ERROR, progress_bar
-from moe_ep_bench.files import stable_hash
+from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR, brief, naming, progress_bar
+from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
-from moe_ep_bench.runtime.ranks import ToldError, as_rank, join
+from moe_ep_bench.runtime.attempts import Guard, collect_lost, forget_lost, is_of_peers, lost_too_often, reason_of
+from moe_ep_bench.runtime.ranks import Ranks, T, ToldError, as_rank, join
 from moe_ep_bench.runtime.torchrun import (
     STOPPED_WORDS,
     Ended,
@@ -81,57 +89,177 @@ def run(
     """
 
     def work() -> int:
-        with _begun(out, launch) as job:
-            comparisons = _agreed_plan(job, config, overrides, point)
-            return _measure(job, comparisons, force=force)
+        with contextlib.closing(join(_JOIN_TIMEOUT_S)) as ranks:
+            comparisons = _agreed_plan(ranks, config, overrides, launch, point)
+            return _measure(Job(ranks, RunDirectory(out), launch), comparisons, force=force)
 
     return as_rank(work)
 
 
-def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
-    """Measure all comparisons of ``config`` on virtual ranks; return the exit status.
+def emulate(comparisons: Sequence[Comparison], out: Path, *, force: bool = False) -> int:
+    """Measure comparisons of virtual ranks in this process; return the exit status.
 
     Raises:
-        ValueError: the config cannot be used; one line.
+        ValueError: the directory cannot be used; one line.
     """
-    return emulate_plan(plan(config, overrides, VIRTUAL), out, force=force)
-
-
-def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = False) -> int:
-    """Measure comparisons of virtual ranks in this process; return the exit status."""
     measures = any(comparison.device is None for comparison in comparisons)
     try:
-        with _begun(out, 0, measures=measures) as job:
-            return _measure(job, comparisons, force=force)
+        with contextlib.closing(join(_JOIN_TIMEOUT_S, measures=measures)) as ranks:
+            return _measure(Job(ranks, RunDirectory(out)), comparisons, force=force)
     except ToldError:
         return USER_ERROR
 
 
+def fill(
+    directory: RunDirectory,
+    comparisons: Sequence[Any],
+    table: str,
+    conditions: Mapping[str, Any],
+    describe: Callable[[str], dict[str, Any]],
+    measure: Callable[[str, Any, Sequence[CaseSpec]], object],
+    *,
+    force: bool = False,
+) -> None:
+    """Go through untimed comparisons, case by case: one whose rows are in the directory is not done again.
+
+    Args:
+        comparisons: of ``plan``, or of ``quality``.
+        table: whose rows make a case done.
+        describe: returns ``run.json`` for a run's id.
+        measure: writes the rows of a comparison's cases, given the run's id.
+
+    Raises:
+        ValueError: the directory cannot be used; one line.
+    """
+    with _held(directory, comparisons, conditions, force=force):
+        run_id, todo = _new_run_id(), {}
+        for comparison in comparisons:
+            done = directory.statuses(comparison.comparison_id, table=table)
+            cases = [case for case in comparison.cases if force or case.case_id not in done]
+            if cases:
+                todo[comparison] = cases
+        directory.write_run(describe(run_id), table)
+        if not todo:
+            print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
+        for comparison, cases in todo.items():
+            measure(run_id, comparison, cases)
+
+
+def _new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
 @contextlib.contextmanager
-def _begun(out: Path, launch: int, *, measures: bool = True) -> Iterator[Job]:
-    """Join the other ranks; ``measures`` as of ``join``."""
-    with contextlib.ExitStack() as held:
-        ranks = join(_JOIN_TIMEOUT_S, measures=measures)
-        held.callback(ranks.close)
-        yield Job(ranks, RunDirectory(out), held, launch)
+def _held(
+    directory: RunDirectory, comparisons: Sequence[Any], conditions: Mapping[str, Any], *, force: bool
+) -> Iterator[None]:
+    """Keep other jobs from comparisons that may lie in a directory; where all is done anew, of whatever code it was."""
+    code = {} if force else {"code": provenance.code_hash()}
+    directory.check_agreement({"mode": comparisons[0].mode, "scope": comparisons[0].scope, **conditions, **code})
+    with hold(directory.root, {comparison.comparison_id: comparison.title for comparison in comparisons}):
+        yield
 
 
 # ---- what ranks do together ------------------------------------------------------------------------------------------
 
 
-def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | None) -> list[Comparison]:
+@dataclass
+class Job:
+    """One job on this rank, which makes one launch of timed comparisons.
+
+    Attributes:
+        launch: which of ``measure.launches``, from 0.
+        guard: of the block of ``trying``; ``progress`` of the comparison that is measured.
+    """
+
+    ranks: Ranks
+    directory: RunDirectory
+    launch: int = 0
+    guard: Guard = field(init=False)
+    progress: tqdm = field(init=False)
+
+    @contextlib.contextmanager
+    def trying(self, comparisons: Sequence[Comparison]) -> Iterator[None]:
+        """Keep a line of what is tried in the block, in a file that is named by the first comparison.
+
+        Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
+
+        Raises:
+            ToldError: results cannot be written; on all ranks, after one line to the user.
+        """
+        first = comparisons[0]
+        told = writing_to(self.directory.root, "--out")(Guard)
+        where = self.directory.attempts, first.comparison_id, self.ranks.rank, first.experiment.measure.timeout_s
+        with self.ranks.agree(partial(told, *where)) as self.guard:
+            try:
+                yield
+            except ToldError:
+                raise
+            except Exception as error:
+                try:
+                    self._explain(reason_of(error))
+                finally:  # Though nobody may hear it. Destructors would wait for peers that may never come.
+                    os._exit(LOST)
+
+    def _explain(self, reason: str) -> None:
+        """Note why what is tried is being lost, and say so."""
+        self.guard.explain(reason)
+        words = brief(reason, 300, quoted=False)
+        print(f"moe-ep-bench: rank {self.ranks.rank}: {words}", file=sys.stderr, flush=True)
+
+    def begin(self, case_id: str) -> None:
+        """Note that an iteration of a case begins: for the guard, for a job after a crash, for the display."""
+        self.guard.at(case_id)
+        self.progress.update(self.progress.n < (self.progress.total or 0))  # which is about so many
+
+    def survive(self, error: Exception) -> str:
+        """Say why this rank loses a case to an exception outside of collectives, and return the reason.
+
+        All ranks then agree on it and go on, as none waits for this one. Should others wait in a collective after all,
+        the job is lost, and this is why.
+
+        Raises:
+            Exception: the same, where this rank cannot go on: a collective did fail, or its device answers no more.
+        """
+        if isinstance(error, torch.distributed.DistError) or is_of_peers(error):
+            raise error
+        if self.ranks.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.ranks.device)
+            except RuntimeError:
+                raise error from None
+        reason = brief(reason_of(error), 300, quoted=False)
+        self._explain(reason)
+        return reason
+
+    def on_first(self, act: Callable[[], T], hint: str = "") -> T:
+        """Have rank 0 act in the results directory for all, and tell them what came of it.
+
+        Raises:
+            ToldError: it cannot; on all ranks, after one line to the user, which ends with ``hint``.
+        """
+
+        def write() -> T:
+            with naming("", hint), writing_to(self.directory.root, "--out"):
+                return act()
+
+        return self.ranks.agree(write, on_first=True)
+
+
+def _agreed_plan(
+    ranks: Ranks, config: Path, overrides: Sequence[str], launch: int, point: int | None
+) -> list[Comparison]:
     """Every rank reads the config and opens the workloads.
 
     Raises:
         ToldError: some rank cannot, or they differ.
     """
-    ranks = job.ranks
     # Whoever launched this rank has tried out what it is to do.
     how: Any = {"point": point, "try_out": not is_launched()}
     comparisons = ranks.agree(partial(plan, config, overrides, RANKS, ranks.world_size, **how))
     planned = [(comparison.definition, [case.case_id for case in comparison.cases]) for comparison in comparisons]
     facts = {
-        "the config": stable_hash([planned, job.launch]),
+        "the config": stable_hash([planned, launch]),
         "what computes experts and permutes": str([comparison.parts for comparison in comparisons]),
         "the code of moe-ep-bench": provenance.code_hash(),
         **provenance.package_versions(),
@@ -156,40 +284,77 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory, ended = job.ranks, job.directory, ""
-    todo = job.on_first(partial(_take, job, comparisons, force=force))
-    job.run_id = ranks.of_first(new_run_id())
-    if any(case_ids or lost for case_ids, lost in todo):
-        # Made on every rank, which solves for all batches.
-        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons))
-        job.on_first(partial(directory.write_run, description))
-    else:
-        ended = "all cases were finished before; --force runs them again"
-    with job.trying(comparisons):
-        for comparison, (case_ids, lost) in zip(comparisons, todo, strict=True):
-            if not case_ids and not lost:
-                continue
-            if ranks.of_first(asked_to_close()):
-                ended = STOPPED_WORDS
-                break
-            cases = [case for case in comparison.cases if case.case_id in case_ids]
-            count = comparison.iterations_per_case * len(cases), "iteration", comparison.title
-            with progress_bar(*count, shown=ranks.is_first) as job.progress:
-                outcome = measure_comparison(job, comparison, cases) if cases else Outcome()
-            outcome.unmeasured |= lost
-            job.guard.at(comparison.comparison_id)
-            # Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
-            hint = "; what is finished stays, the same command goes on from there"
-            job.on_first(partial(write_launch, directory, job.run_id, comparison, job.launch, outcome), hint)
-    if ranks.is_first and ended:
-        print(f"moe-ep-bench: {ended}", file=sys.stderr)
-    return CLOSED if ended == STOPPED_WORDS else job.on_first(partial(status_of, directory, comparisons, job.launch))
+    with contextlib.ExitStack() as held:
+
+        def take() -> list[Left]:
+            here = {**provenance.hardware(ranks.device), **provenance.package_versions()}
+            # From here on no other job writes these comparisons, until this one ends.
+            held.enter_context(_held(directory, comparisons, provenance.conditions(here), force=force))
+            return left_of(directory, comparisons, job.launch, force=force)
+
+        todo, run_id = job.on_first(take), ranks.of_first(_new_run_id())
+        if any(left.case_ids or left.lost for left in todo):
+            # Made on every rank, which solves for all batches.
+            description = ranks.agree(partial(describe_timed_run, ranks, run_id, comparisons))
+            job.on_first(partial(directory.write_run, description))
+        else:
+            ended = "all cases were finished before; --force runs them again"
+        with job.trying(comparisons):
+            for comparison, left in zip(comparisons, todo, strict=True):
+                if not left.case_ids and not left.lost:
+                    continue
+                if ranks.of_first(asked_to_close()):
+                    ended = STOPPED_WORDS
+                    break
+                cases = [case for case in comparison.cases if case.case_id in left.case_ids]
+                count = comparison.iterations_per_case * len(cases), "iteration", comparison.title
+                with progress_bar(*count, shown=ranks.is_first) as job.progress:
+                    outcome = measure_comparison(job, comparison, cases) if cases else Outcome()
+                outcome.unmeasured |= left.lost
+                job.guard.at(comparison.comparison_id)
+                # Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
+                hint = "; what is finished stays, the same command goes on from there"
+                job.on_first(partial(write_launch, directory, run_id, comparison, job.launch, outcome), hint)
+        if ranks.is_first and ended:
+            print(f"moe-ep-bench: {ended}", file=sys.stderr)
+        return CLOSED if ended == STOPPED_WORDS else job.on_first(partial(_status, directory, comparisons, job.launch))
 
 
-def _take(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
-    """What is left to run. From here on no other job writes these comparisons, until this one ends."""
-    first, directory = comparisons[0], job.directory
-    conditions = provenance.conditions({**provenance.hardware(job.ranks.device), **provenance.package_versions()})
-    check_agreement(directory, first.mode, conditions, force=force, scope=first.scope)
-    titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
-    job.held.enter_context(hold(directory.root, titles))
-    return left_of(directory, comparisons, job.launch, force=force)
+class Left(NamedTuple):
+    """Ids of a comparison's cases that are left to measure; of those that were lost too often status and reason."""
+
+    case_ids: list[str]
+    lost: dict[str, tuple[str, str]]
+
+
+def left_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, *, force: bool) -> list[Left]:
+    """What is left to run, per comparison. What lost jobs left behind is noted and removed.
+
+    Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases that were
+    lost too often.
+    """
+    ids = {comparison.comparison_id: [case.case_id for case in comparison.cases] for comparison in comparisons}
+    known = [*ids, *(case_id for case_ids in ids.values() for case_id in case_ids)]
+    collect_lost(directory.attempts, ids)
+    directory.remove_unfinished(known)
+    if force and launch == 0:  # Later launches were forgotten with the first.
+        forget_lost(directory.attempts, known)
+        for comparison_id in ids:
+            directory.remove(comparison_id)
+    todo = []
+    for comparison_id, case_ids in ids.items():
+        if directory.statuses(comparison_id, launch).keys() >= set(case_ids):
+            todo.append(Left([], {}))
+            continue
+        lost = lost_too_often(directory.attempts, comparison_id, case_ids)
+        todo.append(Left([case_id for case_id in case_ids if case_id not in lost], lost))
+    return todo
+
+
+def _status(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int) -> int:
+    """The exit status: whether this launch measured all cases."""
+    for comparison in comparisons:
+        statuses = directory.statuses(comparison.comparison_id, launch)
+        if any(statuses.get(case.case_id) != "ok" for case in comparison.cases):
+            return CASES_FAILED
+    return OK

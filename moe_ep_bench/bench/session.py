@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
-from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
@@ -34,6 +33,7 @@ from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.stack import Stack, layer_seed
+from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import (
@@ -47,6 +47,9 @@ from moe_ep_bench.timing.protocol import (
     warm_up,
 )
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.run import Job
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:

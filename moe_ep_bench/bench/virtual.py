@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
-from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
@@ -32,6 +31,7 @@ from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, p
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
 from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
+from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.device import measure_ceilings
@@ -40,6 +40,7 @@ from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+    from moe_ep_bench.bench.run import Job
 
 # Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8

@@ -162,10 +162,11 @@ def _list_points(options: Namespace) -> int:
 def _emulate(options: Namespace) -> int:
     if options.dry_run:
         return _dry_run(options, "virtual")
+    from moe_ep_bench.bench.plan import plan
     from moe_ep_bench.bench.run import emulate
 
-    out = _out(options)
-    return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
+    comparisons = plan(options.config, options.overrides, "virtual")
+    return _shown_of_directory(emulate(comparisons, _out(options), force=options.force), _out(options))
 
 
 def _route(options: Namespace) -> int:

@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
 import pynvml
 
+from moe_ep_bench.machine import provenance
+
 if TYPE_CHECKING:
     import torch
+
+    from moe_ep_bench.timing.device import Ceilings
 
 # From which share on times are doubtful. Of the cores that a rank may use: daemons of an idle host stay below 1 %, and
 # on a host of one's own nothing is stolen; a stolen slice stops one rank, and all others wait for it. Of the samples of
@@ -140,6 +145,26 @@ def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequenc
         sm_clock_mhz=tuple(np.quantile(busy_mhz, (0.05, 0.5, 0.95)).tolist()) if busy_mhz else None,
         throttle_shares=shares or None,
     )
+
+
+@contextlib.contextmanager
+def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile.
+
+    Args:
+        ceilings: measured before layers are built: behind the warm-up, the allocator could have to give back what the
+            warm-up made it hold.
+    """
+    facts: dict[str, Any] = {}
+    with MachineSampler(device) as sampler:
+        yield facts
+        state = sampler.stop()
+    facts |= {
+        "hostname": socket.gethostname(),
+        "machine": asdict(state),
+        "ceilings": asdict(ceilings),
+        "peak_memory_bytes": provenance.peak_memory_bytes(device),
+    }
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_ep_bench.bench.comparison import BASELINE, POLICY, RANKS, REPLICATION, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.run import emulate_plan, launch
+from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
@@ -43,7 +43,7 @@ def run_claims(
     with naming(str(config)):
         rows = claim_rows(comparisons)
     if nproc is None:
-        status = emulate_plan(comparisons, out, force=force)
+        status = emulate(comparisons, out, force=force)
     else:
         status = launch(config, out, overrides, nproc, force=force).status
     if status in (OK, CASES_FAILED):

@@ -7,7 +7,9 @@ by the first of its comparisons and collects the files of its own comparisons al
 comparison is built or written, and in native's first run, its own id stands for the case.
 
 Where nothing moves for too long, or SIGTERM comes, ``faulthandler`` adds all stacks to the file and ends the process.
-It is C code: it works too where Python waits in a collective to which nobody comes.
+It is C code: it works too where Python waits in a collective to which nobody comes. Its status is 1, which torchrun
+does not look at; of a process that is no rank (``emulate``) it would say that the job went through, and a thread ends
+that one with ``LOST``.
 
     <out>/attempts/now-<job>-<rank>  three lines of text, filled up with zeros; behind them stacks
     <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
@@ -15,12 +17,14 @@ It is C code: it works too where Python waits in a collective to which nobody co
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 
+from moe_ep_bench.errors import LOST
 from moe_ep_bench.files import read_json, write_json
 
 MAX_ATTEMPTS = 2
@@ -53,6 +58,7 @@ class Guard:
         self._path, self._timeout_s, self._fed = folder / f"now-{job}-{rank}", timeout_s, -math.inf
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         os.lseek(self._file, _NUM_BYTES, os.SEEK_SET)  # Stacks go behind the lines.
+        self._is_rank, self._ended = "RANK" in os.environ, threading.Event()
         self._count, self._case_id, self._reason = 0, "", ""
         self._write()  # On a disk that is full by then, there is room.
 
@@ -63,9 +69,12 @@ class Guard:
         for number in self._signals:
             faulthandler.register(number, self._file, chain=True)
         self.feed()
+        if not self._is_rank:
+            threading.Thread(target=self._watch, name="guard", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         for number in self._signals:
             faulthandler.unregister(number)
@@ -75,8 +84,21 @@ class Guard:
     def feed(self) -> None:
         """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
         if time.monotonic() - self._fed > _NO_NEWS * self._timeout_s:
-            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
+            limit_s = self._timeout_s * (1 if self._is_rank else 1 + _NO_NEWS)  # Where Python is stuck, no thread runs.
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=self._file)
             self._fed = time.monotonic()
+
+    def _watch(self) -> None:
+        """End this process as faulthandler would, but with ``LOST``."""
+        while (left_s := self._fed + self._timeout_s - time.monotonic()) > 0:
+            if self._ended.wait(left_s):
+                return
+        limit = datetime.timedelta(seconds=self._timeout_s)
+        os.write(self._file, f"Timeout ({limit})!\n".encode())
+        faulthandler.dump_traceback(self._file)
+        where = f"no progress for {limit} in {_Left.read(self._path).place}"
+        print(f"moe-ep-bench: {where}; the same command goes on", file=sys.stderr, flush=True)
+        os._exit(LOST)
 
     def at(self, case_id: str) -> None:
         """Note that work on a case, or on a comparison as a whole, begins. No reason given before has lost anything."""
@@ -162,6 +184,17 @@ def _hung(left: _Left, limit: str) -> str:
         return ""
     print(f"moe-ep-bench: rank {left.rank} stood here:\n{left.stacks}", file=sys.stderr, flush=True)
     return f"timeout: no progress for {limit} in {left.place}"
+
+
+def lost_too_often(folder: Path, comparison_id: str, case_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Status and reason of a comparison's cases that ``MAX_ATTEMPTS`` starts did not survive, or that went with it."""
+    lost, whole = {}, lost_attempts(folder, comparison_id)
+    for case_id in case_ids:
+        attempts = max(whole, lost_attempts(folder, case_id), key=len)
+        if len(attempts) >= MAX_ATTEMPTS:
+            status, words = split_reason(attempts[-1])
+            lost[case_id] = status, f"{words} ({len(attempts)} attempts)"
+    return lost
 
 
 def lost_attempts(folder: Path, case_id: str) -> list[str]:

@@ -27,14 +27,6 @@ def stable_hash(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def free_memory_bytes() -> int:
-    """Memory of this machine that no process has; a lot where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    return 2**62
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 

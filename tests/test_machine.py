@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from moe_ep_bench.machine import monitor
-from moe_ep_bench.machine.monitor import GpuSample, MachineSampler, MachineState, disturbances, state_between
+from moe_ep_bench.machine.monitor import GpuSample, MachineState, disturbances, state_between, watched_machine
+from moe_ep_bench.timing.device import Ceilings
 
 SLOW = GpuSample(0, 0)
+CEILINGS = Ceilings(matmul_size=1, matmul_tflops=1.0, copy_gbps=1.0, read_gbps=1.0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 IDLE, POWER = pynvml.nvmlClocksEventReasonGpuIdle, pynvml.nvmlClocksEventReasonSwPowerCap
 HEAT, SLOWDOWN = pynvml.nvmlClocksEventReasonHwThermalSlowdown, pynvml.nvmlClocksEventReasonHwSlowdown
@@ -44,11 +46,11 @@ def test_a_state_is_the_difference_of_two_readings() -> None:
 
 
 def test_this_very_machine_is_read_plausibly(monkeypatch: pytest.MonkeyPatch) -> None:
-    with MachineSampler(CPU) as sampler:
+    with watched_machine(CPU, CEILINGS) as facts:
         used_until = time.process_time() + 0.1
         while time.process_time() < used_until:
             pass
-        result = sampler.stop()
+    result = MachineState(**facts["machine"])
     assert result.own_cpu_s > 0.05
     assert (result.throttle_shares, result.sm_clock_mhz) == (None, None)
     assert result.machine_cpu_s is None or (result.machine_cpu_s > 0 <= result.stolen_s)
@@ -57,8 +59,9 @@ def test_this_very_machine_is_read_plausibly(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("times", [FileNotFoundError("/proc/stat"), SimpleNamespace(user=0.0, system=0.0)])
 def test_a_machine_that_hides_itself_is_not_accused(times: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor.psutil, "cpu_times", Mock(side_effect=[times] * 3))
-    with MachineSampler(CPU) as sampler:
-        hidden = sampler.stop()
+    with watched_machine(CPU, CEILINGS) as facts:
+        pass
+    hidden = MachineState(**facts["machine"])
     assert (hidden.machine_cpu_s, hidden.stolen_s) == (None, None)
     assert disturbances([("a", hidden)]) == []
 
@@ -97,26 +100,23 @@ def test_a_gpu_is_sampled_until_the_end_and_one_that_is_lost_costs_the_rest_alon
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
     monkeypatch.setattr(monitor, "nvml_reader", lambda device: read)
-    with MachineSampler(CUDA, period_s=0.001) as sampler:
+    with watched_machine(CUDA, CEILINGS, period_s=0.001) as facts:
         assert lost.wait(20)
-        sampler._thread.join(20)
-        result = sampler.stop()
-    assert result.throttle_shares["hw_thermal"] == 0.5
+    assert facts["machine"]["throttle_shares"]["hw_thermal"] == 0.5
 
 
 def test_without_nvml_or_with_one_that_hangs_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
-    with MachineSampler(CUDA) as sampler:
-        sampler._thread.join(20)
-        assert sampler.stop().throttle_shares is None
+    with watched_machine(CUDA, CEILINGS) as facts:
+        pass
+    assert facts["machine"]["throttle_shares"] is None
     monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
     monkeypatch.setattr(monitor, "nvml_reader", lambda device: lambda: asked.set() or (answered.wait(60) and SLOW))
-    with MachineSampler(CUDA) as sampler:
+    with watched_machine(CUDA, CEILINGS) as facts:
         assert asked.wait(20)
-        assert sampler.stop().throttle_shares is None
-        answered.set()
-        sampler._thread.join(20)
+    assert facts["machine"]["throttle_shares"] is None
+    answered.set()
 
 
 def test_the_gpu_is_found_by_the_uuid_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ COMMANDS = {
             "[], layer: 0": "give at least one value, got []",
         }.items()
     },
-    "route CONFIG --set workload.num_tokens=10000000000000": "workload.num_tokens: expected a batch of at most ",
+    "route CONFIG --set workload.num_tokens=10000000000000": "workload.num_tokens: expected less than or equal to 2",
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",
     "run CONFIG --launch 1 --dry-run": "--launch: only for ranks that torchrun started",
     f"route CONFIG --set 'policies=[{IMAGES}]'": "workload.image_share assumes images",

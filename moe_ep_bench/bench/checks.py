@@ -18,7 +18,6 @@ from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import free_memory_bytes
 from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 
@@ -38,7 +37,6 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     """All that an experiment's own values show: nothing of a batch, a link or a device is made or read."""
     layer, model = experiment.layer, experiment.model.spec()
     is_emulated, ep_size = backend in (VIRTUAL, MODELLED), layer.ep_size or world_size
-    yield from _sizes(experiment, layer.ep_size or (world_size if backend == RANKS else 1))
     if backend == ROUTING:
         yield experiment.scope != "layer", "scope", "layer for this command", experiment.scope
     if not is_emulated:
@@ -68,15 +66,6 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     if experiment.scope == "model":
         yield from whole_model(model, experiment)
         yield from _whole_batches(experiment)
-
-
-def _sizes(experiment: Experiment, num_ranks: int) -> Rows:
-    """Sizes that no machine holds, before anything of them is made; memory for the rest is found later."""
-    workload, num_experts = experiment.workload, experiment.model.spec().num_experts
-    key = "workload.num_tokens" if workload.num_tokens is not None else "workload.tokens_per_rank"
-    most = free_memory_bytes() // (4 * num_experts)  # float32 scores of one batch
-    tokens = workload.total_tokens(num_ranks)
-    yield tokens > most, key, f"a batch of at most {most:,} tokens, whose scores fit free memory", tokens
 
 
 def _emulated(experiment: Experiment) -> Rows:

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_parser().print_help(sys.stderr)
         return USER_ERROR
     try:
+        if _is_rank():
+            become_rank()
         _drop_force_after_restart(options)
         if getattr(options, "cpu", False):
             take_cpu()
@@ -132,9 +134,7 @@ def _shown_of_directory(status: int, out: Path) -> int:
 def _run(options: Namespace) -> int:
     if options.list_points:
         return _list_points(options)
-    if _is_rank():
-        become_rank()
-    elif options.launch is not None:
+    if options.launch is not None and not _is_rank():
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else local_ranks(options.nproc) * num_nodes()
@@ -264,8 +264,6 @@ def _advise(options: Namespace) -> int:
 def _calibrate(options: Namespace) -> int:
     out = options.out or Path("results", "calibration", "links.yaml")
     how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
-    if _is_rank():
-        become_rank()
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
 
     return calibrate(out, **how) if _is_rank() else launch_calibrate(out, local_ranks(options.nproc), **how)

@@ -83,9 +83,9 @@ class ModelConfig(Strict):
 
 
 class _Workload(Strict):
-    tokens_per_rank: int | None = Field(None, ge=1)
+    tokens_per_rank: int | None = Field(None, ge=1, le=2**31)
     """Tokens of a rank, on average."""
-    num_tokens: int | None = Field(None, ge=1)
+    num_tokens: int | None = Field(None, ge=1, le=2**31)
     """Tokens of all ranks; this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
     """Batches; intervals need ten."""

@@ -69,38 +69,43 @@ class GpuSample(NamedTuple):
     throttle_reasons: int  # bits, with those of no throttling
 
 
-class MachineSampler:
-    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; on the CPU the counters say all."""
+@contextlib.contextmanager
+def watched_machine(device: torch.device, ceilings: Ceilings, period_s: float = 0.5) -> Iterator[dict[str, Any]]:
+    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile.
 
-    def __init__(self, device: torch.device, period_s: float = 0.5) -> None:
-        self._device, self._period_s = device, period_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
-        self._samples: list[GpuSample] = []
+    Args:
+        ceilings: measured before layers are built: behind the warm-up, the allocator could have to give back what the
+            warm-up made it hold.
+        period_s: between samples of a GPU; on the CPU the counters say all.
+    """
+    facts: dict[str, Any] = {}
+    samples: list[GpuSample] = []
+    stopped = threading.Event()
 
-    def __enter__(self) -> MachineSampler:
-        if self._device.type == "cuda":
-            self._thread.start()
-        self._begin = counters()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> MachineState:
-        """End the watch, and say how the machine was."""
-        end = counters()
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(_PATIENCE_S)
-        return state_between(self._begin, end, list(self._samples))
-
-    def _watch(self) -> None:
+    def watch() -> None:
         with contextlib.suppress(pynvml.NVMLError):  # no driver, or one that has lost its GPU
-            read = nvml_reader(self._device)
-            self._samples.append(read())
-            while not self._stopped.wait(self._period_s):
-                self._samples.append(read())
+            read = nvml_reader(device)
+            samples.append(read())
+            while not stopped.wait(period_s):
+                samples.append(read())
+
+    thread = threading.Thread(target=watch, name="machine", daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    begin = counters()
+    try:
+        yield facts
+    finally:
+        end = counters()
+        stopped.set()
+    if thread.is_alive():
+        thread.join(_PATIENCE_S)
+    facts |= {
+        "hostname": socket.gethostname(),
+        "machine": asdict(state_between(begin, end, list(samples))),
+        "ceilings": asdict(ceilings),
+        "peak_memory_bytes": provenance.peak_memory_bytes(device),
+    }
 
 
 def nvml_reader(device: torch.device) -> Callable[[], GpuSample]:
@@ -128,8 +133,8 @@ def counters() -> tuple[float, float, float, float]:
 def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequence[GpuSample]) -> MachineState:
     """Two readings of the ``counters``, and the samples between them, as one state."""
     # A core that is taken offline sets a counter back.
-    wall_s, own_cpu_s, machine_cpu_s, stolen_s = np.maximum(np.subtract(end, begin), 0).tolist()
-    is_hidden = bool(np.isnan(machine_cpu_s))
+    passed = [None if np.isnan(seconds) else float(max(seconds, 0)) for seconds in np.subtract(end, begin)]
+    wall_s, own_cpu_s, machine_cpu_s, stolen_s = passed
     busy_mhz = [clock for clock, mask in samples if not mask & pynvml.nvmlClocksEventReasonGpuIdle]
     shares = {
         name: sum(mask & bit > 0 for _, mask in samples) / len(samples)
@@ -140,31 +145,11 @@ def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequenc
         wall_s=wall_s,
         num_cores=len(os.sched_getaffinity(0)),
         own_cpu_s=own_cpu_s,
-        machine_cpu_s=None if is_hidden else machine_cpu_s,
-        stolen_s=None if is_hidden else stolen_s,
+        machine_cpu_s=machine_cpu_s,
+        stolen_s=stolen_s,
         sm_clock_mhz=tuple(np.quantile(busy_mhz, (0.05, 0.5, 0.95)).tolist()) if busy_mhz else None,
         throttle_shares=shares or None,
     )
-
-
-@contextlib.contextmanager
-def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile.
-
-    Args:
-        ceilings: measured before layers are built: behind the warm-up, the allocator could have to give back what the
-            warm-up made it hold.
-    """
-    facts: dict[str, Any] = {}
-    with MachineSampler(device) as sampler:
-        yield facts
-        state = sampler.stop()
-    facts |= {
-        "hostname": socket.gethostname(),
-        "machine": asdict(state),
-        "ceilings": asdict(ceilings),
-        "peak_memory_bytes": provenance.peak_memory_bytes(device),
-    }
 
 
 # ---- judging ---------------------------------------------------------------------------------------------------------

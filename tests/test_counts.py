@@ -129,7 +129,7 @@ def test_counts_of_another_model_or_none_are_a_mistake_of_the_config(tmp_path: P
 def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(UserError, match="skew, skew_from: expected one of the two, got both"):
-        load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
+        load_experiments(config(tmp_path, skew="power_law_1.2"), on_cpu=True)
     for missing in ("none.json", "."):
         with pytest.raises(UserError, match=r"^workload: [^:]*: no such file"):
             planned(config(tmp_path, skew_from=missing))

@@ -71,7 +71,6 @@ KINDS = {
     "alike neighbours, placed and sharp": {"neighbour_overlap": 1.6, "rank_load": (4, 1.3), "topk_share": 0.6},
     "rank load": {"rank_load": (4, 1.4), "peak_load": 3.0},
     "no skew": {"peak_load": None},
-    "a pattern": {"pattern": "megatron_w6", "peak_load": None},
     "a power law": {"pattern": "power_law_1.2", "peak_load": None},
     "groups": {"num_groups": 4, "top_groups": 3, "topk_share": 0.5},
 }

@@ -213,45 +213,6 @@ def quotas(found: SyntheticWorkload, index: int) -> np.ndarray:
     return synthetic_module.quotas(found.pattern, index, *sizes)
 
 
-def load_of(found: SyntheticWorkload, index: int = 0) -> np.ndarray:
-    """Pairs of each expert over the mean."""
-    ids_TK = found.batch(index).scores_TE.topk(K, dim=1).indices
-    load_E = torch.bincount(ids_TK.flatten(), minlength=E).numpy()
-    assert load_E.sum() == T * K
-    return load_E * E / (T * K)
-
-
-# Mean load of each quarter of the experts, over the mean of all, from the definitions.
-HOT = 0.75 * 4 + 0.25
-QUARTERS = {
-    ("megatron_w0", 0): [1, 1, 1, 1],
-    ("megatron_w1", 5): [HOT, 0.25, 0.25, 0.25],
-    ("megatron_w2", 0): [HOT, 0.25, 0.25, 0.25],
-    ("megatron_w3", 0): [1, 1, 1, 1],
-    ("megatron_w5", 0): [0, 0, 2, 2],
-    ("megatron_w6", 2): [HOT, 0.25, 0.25, 0.25],
-    ("megatron_w6", 3): [0.25, HOT, 0.25, 0.25],
-    ("megatron_w7", 2): [1, 1, 1, 1],
-    ("megatron_w7", 3): [2.5, 0.5, 0.5, 0.5],
-}
-
-
-@pytest.mark.parametrize(("pattern", "index"), QUARTERS)
-def test_loads_are_those_of_the_definition(pattern: str, index: int) -> None:
-    load_E = load_of(of_pattern(pattern), index)
-    assert load_E.reshape(4, -1).mean(axis=1) == pytest.approx(QUARTERS[pattern, index], abs=0.03)
-    # Inside a quarter all are alike, but for chance and what is spread over every other expert.
-    if pattern == "megatron_w3":
-        assert load_E[::2] == pytest.approx(0.75 * 2 + 0.25, abs=0.2)
-        assert load_E[1::2] == pytest.approx(0.25, abs=0.1)
-    elif pattern == "megatron_w0":
-        assert (load_E == 1).all()
-    else:
-        assert np.ptp(load_E.reshape(4, -1), axis=1).max() < 0.4
-    if pattern == "megatron_w5":
-        assert (load_E[: E // 2] == 0).all()
-
-
 @pytest.mark.parametrize("exponent", [1.01, 1.2])
 @pytest.mark.parametrize("num_tokens", [4, T])
 def test_power_law_loads_are_its_quotas(exponent: float, num_tokens: int) -> None:
@@ -278,7 +239,7 @@ def test_power_laws_are_as_skewed_as_the_distribution_says() -> None:
 
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
-    "workload": {"kind": "synthetic", "num_tokens": 256, "num_batches": 1, "skew": "megatron_w1"},
+    "workload": {"kind": "synthetic", "num_tokens": 256, "num_batches": 1, "skew": "power_law_1.2"},
     "layer": {"ep_size": 4},
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
 }
@@ -288,12 +249,12 @@ def test_a_pattern_is_a_skew_of_a_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     (experiment,) = load_experiments(path, (), on_cpu=True)
-    assert experiment.workload.skew == "megatron_w1"
+    assert experiment.workload.skew == "power_law_1.2"
     for change, message in (
-        ("workload.peak_load=3", "skew: megatron_w1 prescribes all loads; expected no peak_load"),
-        ("workload.skew=megatron_w4", "workload.skew: expected "),
+        ("workload.peak_load=3", "skew: power_law_1.2 prescribes all loads; expected no peak_load"),
+        ("workload.skew=megatron_w1", "workload.skew: expected "),
     ):
         with pytest.raises(UserError, match=message):
             load_experiments(path, [change], on_cpu=True)
-    with pytest.raises(UserError, match="skew: megatron_w1 knows no groups of experts; the model has 8"):
-        of_pattern("megatron_w1", num_groups=8)
+    with pytest.raises(UserError, match=r"skew: power_law_1\.2 knows no groups of experts; the model has 8"):
+        of_pattern("power_law_1.2", num_groups=8)

@@ -16,23 +16,8 @@ of 256 experts. A larger batch meets its targets on that part, and on the rest w
 among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
 routing says what all rows together came to.
 
-A *pattern* is another benchmark's traffic: noise among the experts that it leaves a token.
-
-``megatron_w0`` to ``w7`` are those of Megatron-LM's token-imbalance benchmark (NVIDIA/Megatron-LM, pull request 7488),
-but for ``w4``, whose experts are alike and whose ranks are not.
-With E experts, top-K and a hot set of H = max(K, E / 4):
-
-==  ==============================================================================================
-w0  round-robin: every expert alike
-w1  three tokens of four choose in a hot set, experts 0 to H - 1, the fourth among all
-w2  the same; there it is told apart by what ranks own. Contiguous ranks make it a hot rank
-w3  the hot set is every other expert
-w5  all choose among the upper half; the lower half gets nothing
-w6  as w1, and the hot set moves on by H every three batches
-w7  every fourth batch every other token chooses in the hot set; else all among all
-==  ==============================================================================================
-
-``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
+A *pattern* is another benchmark's traffic. ``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's
+(ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
 tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and
 scaled to T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
 
@@ -111,8 +96,8 @@ class SyntheticWorkload(Workload):
     top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        if self.pattern is not None:
-            check_pattern(self.pattern, self.num_experts, self.top_k, self.num_groups)
+        if self.pattern is not None and self.num_groups is not None:
+            raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
         most = self.num_experts / self.top_k
         if self.peak_load is not None and not 1 <= self.peak_load <= most:
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
@@ -293,48 +278,24 @@ class SyntheticWorkload(Workload):
 # ---- patterns --------------------------------------------------------------------------------------------------------
 
 INSIDE = 40.0
-"""Added to logits of the experts among which a token chooses: above what noise differs by."""
-
-
-def check_pattern(pattern: str, num_experts: int, top_k: int, num_groups: int | None) -> None:
-    """Refuse a model that the pattern cannot be of. Raises ValueError."""
-    if num_groups is not None:
-        raise UserError(f"skew: {pattern} knows no groups of experts; the model has {num_groups}")
-    if pattern == "megatron_w5" and num_experts // 2 < top_k:
-        raise UserError(f"skew: megatron_w5 leaves {num_experts // 2} experts, fewer than top_k={top_k}")
+"""Added to logits of the experts that a token takes: above what noise differs by."""
 
 
 def inside_pattern(
     pattern: str, index: int, row_T: NDArray[np.int64], num_experts: int, top_k: int, num_tokens: int, seed: int
 ) -> NDArray[np.bool_]:
-    """Among which experts some tokens of batch ``index`` choose their top-k: bool [T, E], at least K in a row.
+    """Which experts some tokens of batch ``index`` take: bool [T, E], K in a row.
+
+    Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
 
     Args:
         row_T: the tokens' numbers in the batch.
     """
+    quota_E = quotas(pattern, index, num_experts, top_k, num_tokens, seed)
+    place_TK = row_T[:, None] + num_tokens * np.arange(top_k)
     inside_TE = np.zeros((len(row_T), num_experts), dtype=bool)
-    if pattern == "megatron_w0":
-        np.put_along_axis(inside_TE, (row_T[:, None] * top_k + np.arange(top_k)) % num_experts, True, axis=1)
-        return inside_TE
-    if pattern.startswith("power_law"):
-        # Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
-        quota_E = quotas(pattern, index, num_experts, top_k, num_tokens, seed)
-        place_TK = row_T[:, None] + num_tokens * np.arange(top_k)
-        np.put_along_axis(inside_TE, np.searchsorted(quota_E.cumsum(), place_TK, side="right"), True, axis=1)
-        return inside_TE
-    hot, experts = max(top_k, num_experts // 4), np.arange(num_experts)
-    pool_E, is_hot_T = experts < hot, row_T % 4 != 0
-    match pattern:
-        case "megatron_w3":
-            spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
-            pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
-        case "megatron_w5":
-            pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
-        case "megatron_w6":
-            pool_E = (experts - index // 3 * hot) % num_experts < hot
-        case "megatron_w7":
-            is_hot_T = (row_T % 2 == 0) & (index % 4 == 3)
-    return pool_E | ~is_hot_T[:, None]
+    np.put_along_axis(inside_TE, np.searchsorted(quota_E.cumsum(), place_TK, side="right"), True, axis=1)
+    return inside_TE
 
 
 @lru_cache(maxsize=8)

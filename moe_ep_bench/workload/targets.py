@@ -77,8 +77,8 @@ class Skews(Preset):
 
 TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = tuple(Skews.model_fields)
-# Other benchmarks' patterns, of any model (``workload.synthetic``).
-PATTERNS = (*(f"megatron_w{number}" for number in (0, 1, 2, 3, 5, 6, 7)), "power_law_1.01", "power_law_1.2")
+# Another benchmark's patterns, of any model (``workload.synthetic``).
+PATTERNS = ("power_law_1.01", "power_law_1.2")
 
 
 def load_skew(preset: str, name: str) -> Skew:

@@ -228,7 +228,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         module = ModuleType(name)
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    return stand_in
+    task_manager.cache_clear()
+    yield stand_in
+    task_manager.cache_clear()
 
 
 def of_questions(rows: pd.DataFrame) -> pd.Series:

@@ -37,6 +37,7 @@ from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.models import ModelSpec, scores_from_logits, spec_of
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.workload.trace import TraceWriter, score_words
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _CHARACTERS_AT_ONCE = _HASHED_BYTES = 2**20
@@ -253,6 +254,12 @@ class MoELayer:
             scale=self.spec.routed_scale if hasattr(self.router, "routed_scaling_factor") else 1.0,
             layer_fraction=self.fraction,
         )
+
+    def describe(self, writer: TraceWriter, **facts: str) -> None:
+        """Tell the writer of a recording how the model's routers choose."""
+        score = score_words(self.spec.score_function)
+        sizes = {"num_experts": self.num_experts, "top_k": self.top_k}
+        writer.describe(**sizes, where=self.name, score=score, licence="unstated", **facts)
 
     def choice(self, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
         """What the router chose, from its logits and expert ids.

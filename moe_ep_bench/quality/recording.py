@@ -33,7 +33,7 @@ from moe_ep_bench.policies.sere import FORMAT, TENSOR
 from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.torchrun import device_type
-from moe_ep_bench.workload.trace import TraceWriter, score_words, sha256_of, trace_info, written_trace
+from moe_ep_bench.workload.trace import TraceWriter, sha256_of, trace_info, written_trace
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
 _SEQUENCES_AT_ONCE = 8
@@ -75,8 +75,11 @@ def record(
     with contextlib.ExitStack() as stack:
         # The experts' own forward is what is measured: ahead of the patch.
         grams = None if similarity is None else stack.enter_context(inner_products(loaded))
-        writer = None if out is None else stack.enter_context(_writer(out, text, checkpoint))
+        writer = None if out is None else stack.enter_context(written_trace(out, text))
         if writer is not None:
+            source = f"trace record, transformers {import_transformers().__version__}"
+            facts = {"model": checkpoint.name, "phase": "prefill", "domain": text.stem, "source": source}
+            checkpoint.moe_layers[0].describe(writer, **facts)
             stack.enter_context(routed(loaded, None, observe=partial(_add_call, writer)))
         stack.enter_context(torch.inference_mode())
         progress = stack.enter_context(progress_bar(len(tokens_BS), "sequence"))
@@ -95,24 +98,6 @@ def record(
 
 
 # ---- what routers choose ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _writer(out: Path, text: Path, checkpoint: Checkpoint) -> Iterator[TraceWriter]:
-    layer = checkpoint.moe_layers[0]
-    with written_trace(out, text) as writer:
-        writer.describe(
-            num_experts=layer.num_experts,
-            top_k=layer.top_k,
-            where=str(checkpoint.path),
-            model=checkpoint.name,
-            score=score_words(layer.spec.score_function),
-            phase="prefill",
-            domain=text.stem,
-            source=f"trace record, transformers {import_transformers().__version__}",
-            licence="unstated",
-        )
-        yield writer
 
 
 def _add_call(writer: TraceWriter, call: RouterCall) -> None:

@@ -60,15 +60,11 @@ def harness_version() -> str | None:
         return None
 
 
+@functools.cache
 def task_manager(include: Path | None) -> Any:
     """The harness' ``TaskManager``, which knows its own tasks and those of the folder ``include``."""
     import_harness()
-    return _manager(importlib.import_module("lm_eval.tasks").TaskManager, include)
-
-
-@functools.cache
-def _manager(kind: Callable[..., Any], include: Path | None) -> Any:
-    return kind(include_path=include and str(include))
+    return importlib.import_module("lm_eval.tasks").TaskManager(include_path=include and str(include))
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
 from moe_ep_bench.quality.checkpoint import Choice, MoELayer, shares
 from moe_ep_bench.quality.routed import PolicyRouter
-from moe_ep_bench.workload.trace import score_words, written_trace
+from moe_ep_bench.workload.trace import written_trace
 
 # What the factory of routers is told where scores are none that a policy knows, by what that is called.
 _UNKNOWN_ROUTERS = {
@@ -258,18 +258,9 @@ class Recorder:
         asked = [is_prompt_T == (phase == "prefill") for _, _, is_prompt_T, _ in self._steps]
         if not any(is_asked_T.any() for is_asked_T in asked):
             return
-        path, layer = self.directory / f"{phase}.safetensors", self.layers[0]
+        path = self.directory / f"{phase}.safetensors"
         with written_trace(path, self.directory) as writer:
-            writer.describe(
-                num_experts=layer.num_experts,
-                top_k=layer.top_k,
-                where=phase,
-                score=score_words(layer.spec.score_function),
-                phase=phase,
-                domain="requests of a server",
-                licence="unstated",
-                **self.facts,
-            )
+            self.layers[0].describe(writer, phase=phase, domain="requests of a server", **self.facts)
             writer.notes += self.notes
             for kept_T, (sequence_T, position_T, _, step) in zip(asked, self._steps, strict=True):
                 for place, (full_TE, ids_TK) in step.items():

@@ -1,9 +1,9 @@
 """Convert other programs' recordings to ``moe-trace-v1``.
 
-An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer blocks of
-(layer, experts, scores), and then their tokens. The writer checks every block, and the file appears under its name only
-when it is whole; its metadata has the hash of the source. Pickles are never read. Every error is a ValueError of one
-line that names the file and the place in it.
+An importer is a row of ``IMPORTERS`` and a function ``read(source, model, options, writer)`` that hands the writer
+blocks of (layer, experts, scores), and then their tokens. The writer checks every block, and the file appears under its
+name only when it is whole; its metadata has the hash of the source. Pickles are never read. Every error is a ValueError
+of one line that names the file and the place in it.
 
 Shapes: T = tokens of a request or pass, L = layers of the model, E = experts, K = top_k.
 """
@@ -44,15 +44,6 @@ class ImportOptions:
     phase: str = ""
     domain: str = "unstated"
     licence: str = "unstated"
-
-    def describe(self, writer: TraceWriter, score: str) -> ModelSpec:
-        """Tell a writer of the model, which is returned, and what scores are. Raises ValueError: no such preset."""
-        with naming("preset"):
-            is_file = self.preset.endswith(".yaml")
-            model = ModelSpec.load(self.preset) if is_file else load_model(self.preset)
-        sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
-        writer.describe(**sizes, where=f"preset {self.preset}", model=model.name, score=score)
-        return model
 
 
 _Record = TypeVar("_Record", bound=BaseModel)
@@ -116,14 +107,13 @@ class _SglangResponse(BaseModel):
     meta_info: _MetaInfo
 
 
-def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def read_sglang(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
     """Import SGLang's responses with routed experts.
 
     ``/generate`` (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) returns
     ``routed_experts`` in ``meta_info``: base64 of int32 [tokens, layers, K], of the prompt and of what was generated
     but its last token. ``prompt_tokens`` beside it tells the phases.
     """
-    model = options.describe(writer, ASSUMED)
     row_bytes = 4 * model.num_layers * model.top_k
     for sequence, (where, response) in enumerate(records(source, _SglangResponse)):
         content, place = response.meta_info.routed_experts, f"{where}: routed_experts"
@@ -143,7 +133,7 @@ class _VllmResponse(BaseModel):
     usage: _Usage
 
 
-def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def read_vllm(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
     """Import vLLM's responses with routed experts.
 
     vLLM (``enable_return_routed_experts``) returns ``routed_experts`` [tokens, layers, K] with every completion, of
@@ -155,7 +145,6 @@ def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None
 
     Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255).
     """
-    model = options.describe(writer, ASSUMED)
     for sequence, (where, response) in enumerate(records(source, _VllmResponse)):
         ids, place = response.choices[0].routed_experts, f"{where}: routed_experts"
         if isinstance(ids, bytes):
@@ -201,12 +190,8 @@ def _add_request(
 
 # ---- ESFT ------------------------------------------------------------------------------------------------------------
 
-# scripts/get_expert_scores.py of the repository names the first two; the model's first of 27 layers is dense.
-ESFT_EXPERTS, ESFT_TOP_K = 64, 6
-ESFT_LAYERS = range(1, 27)
 
-
-def read_esft(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def read_esft(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one domain of a checkout of deepseek-ai/ESFT (MIT).
 
     ``results/expert_scores/<domain>/expert_weights_<layer>.txt`` hold what the vanilla DeepSeek-V2-Lite router chose
@@ -219,34 +204,33 @@ def read_esft(source: Path, options: ImportOptions, writer: TraceWriter) -> None
     left out, as it would be counted once per text: it is routed the same each time, unlike all others.
     """
     root = source / "results" / "expert_scores"
-    paths = [root / options.domain / f"expert_weights_{layer}.txt" for layer in ESFT_LAYERS]
+    paths = [root / options.domain / f"expert_weights_{layer}.txt" for layer in model.moe_layers]
     if not paths[0].is_file():
         domains = sorted(path.parent.name for path in root.glob(f"*/{paths[0].name}"))
         if not domains:
             raise UserError(f"{source}: holds no recordings of ESFT; expected {root}/DOMAIN/{paths[0].name}")
         raise UserError(f"{root}: domain: expected one of {', '.join(domains)}; got {options.domain!r}")
-    about = {"model": "deepseek-v2-lite", "score": "softmax, not renormalised", "phase": "prefill", "licence": "MIT"}
-    writer.describe(num_experts=ESFT_EXPERTS, top_k=ESFT_TOP_K, where=str(source), **about)
+    writer.metadata |= {"model": "deepseek-v2-lite", "phase": "prefill", "licence": "MIT"}
     writer.sources = paths
     for sequence, texts in enumerate(itertools.zip_longest(*map(lines, paths))):
         num_tokens = 0
-        for layer, path, text in zip(ESFT_LAYERS, paths, texts, strict=True):
+        for layer, path, text in zip(model.moe_layers, paths, texts, strict=True):
             if text is None:
                 raise UserError(f"{path}: expected as many texts as the other layers have")
-            ids_TK, weights_TK = _esft_text(*text)
+            ids_TK, weights_TK = _esft_text(*text, model.top_k)
             num_tokens = len(ids_TK)
             writer.add(layer, ids_TK[1:], weights_TK[1:], text[0], range(1, num_tokens))
         writer.add_tokens(sequence, np.arange(1, num_tokens), str(source))
         writer.left_out["at the beginning of a text"] += 1
 
 
-def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _esft_text(where: str, text: bytes, top_k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     ids, _, weights = text.partition(b"\t\t")
     try:
         ids_N, weights_N = np.array(ids.split(b"\t")).astype(np.int64), np.array(weights.split(b"\t")).astype(float)
-        return ids_N.reshape(-1, ESFT_TOP_K), weights_N.reshape(len(ids_N) // ESFT_TOP_K, ESFT_TOP_K)
+        return ids_N.reshape(-1, top_k), weights_N.reshape(len(ids_N) // top_k, top_k)
     except (ValueError, OverflowError):
-        expected = f"{ESFT_TOP_K} ids of every token, two tabs, and as many weights, with tabs between"
+        expected = f"{top_k} ids of every token, two tabs, and as many weights, with tabs between"
         raise UserError(f"{where}: expected {expected}; got {brief(text)}") from None
 
 
@@ -262,7 +246,7 @@ FLAME_CONVERT = (
 FLAME_FORM = re.compile(r"(\d{1,9})\.(\d{1,9})\.(ids|probs)")
 
 
-def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def read_flame_moe(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one checkpoint step of cmu-flame/FLAME-MoE's captured routing (scripts/empirical_analysis), as npz.
 
     A capture has a file per forward pass and layer, ``actives/<checkpoint step>/<layer>/<pass>.pt``: the pair
@@ -271,7 +255,6 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
     a softmax over all experts that is not renormalised (``--moe-router-pre-softmax``), so that probabilities are shares
     of a token's whole mass. What tokens are of one text is not captured: a pass is a sequence.
     """
-    model = options.describe(writer, "softmax, not renormalised")
     if not zipfile.is_zipfile(source):
         raise UserError(f"{source}: expected an npz file; pickles are converted where they were made: {FLAME_CONVERT}")
     with np.load(source, allow_pickle=False) as npz:
@@ -281,7 +264,7 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
             raise UserError(f"{source}: expected <pass>.<layer>.ids and .probs, got {got}")
         places = sorted({(int(form[1]), int(form[2])) for form in forms if form})
         for sequence, (number, layers) in enumerate(itertools.groupby(places, key=lambda place: place[0])):
-            num_tokens = 0
+            ids_TK = np.zeros((0, model.top_k))
             for _, layer in layers:
                 where = f"{source}: {number}.{layer}"
                 try:
@@ -289,10 +272,8 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
                 except (KeyError, ValueError, zipfile.BadZipFile) as error:
                     raise UserError(f"{where}: {brief(str(error), quoted=False)}") from None
                 ids_TK = checked(ids, f"{where}.ids", (None, model.top_k))
-                probs_TK = checked(probs, f"{where}.probs", ids_TK.shape, "iuf").astype(np.float64)
-                writer.add(layer, ids_TK, probs_TK, where)
-                num_tokens = len(ids_TK)
-            writer.add_tokens(sequence, np.arange(num_tokens), f"{source}: {number}")
+                writer.add(layer, ids_TK, checked(probs, f"{where}.probs", ids_TK.shape, "iuf").astype(float), where)
+            writer.add_tokens(sequence, np.arange(len(ids_TK)), f"{source}: {number}")
     writer.notes.append("a pass is a sequence: texts were not captured")
 
 
@@ -310,7 +291,7 @@ class _Pass(BaseModel):
     logit_shape: tuple[NonNegativeInt, NonNegativeInt]
 
 
-def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one rank's file of Megatron-Core 0.19's router tracer, and its logits sidecar.
 
     ``--moe-routing-trace-path`` with ``--moe-routing-trace-capture-logits`` makes Megatron-Core
@@ -334,7 +315,6 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     """
     sidecar = source.with_name(source.name.replace("router_trace", "logits")).with_suffix(".bin")
     writer.sources = [source, sidecar]
-    model = options.describe(writer, "")
     writer.metadata["score"] = f"{score_words(model.score_function)}, from bfloat16 logits"
     lengths: dict[int, list[int]] = {}  # by layer, of sequences
     for where, read in records(source, _Pass):
@@ -378,20 +358,27 @@ class Importer(NamedTuple):
     Attributes:
         read: hands the writer what the source holds; its docstring describes the format.
         recorder: who made the source: the trace's ``source``.
+        score: what its scores are.
         needs: options that must be given.
+        preset: the model of all sources; empty = the option's.
     """
 
-    read: Callable[[Path, ImportOptions, TraceWriter], None]
+    read: Callable[[Path, ModelSpec, ImportOptions, TraceWriter], None]
     recorder: str
+    score: str
     needs: tuple[str, ...]
+    preset: str = ""
 
 
+SHARES = "softmax, not renormalised"
 IMPORTERS = {
-    "esft": Importer(read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
-    "flame-moe": Importer(read_flame_moe, "cmu-flame/FLAME-MoE captured routing", ("preset", "phase")),
-    "megatron": Importer(read_megatron, "Megatron-Core router trace", ("preset", "phase")),
-    "sglang": Importer(read_sglang, "SGLang routed experts", ("preset",)),
-    "vllm": Importer(read_vllm, "vLLM routed experts", ("preset",)),
+    "esft": Importer(
+        read_esft, "deepseek-ai/ESFT results/expert_scores", SHARES, ("domain",), preset="deepseek-v2-lite"
+    ),
+    "flame-moe": Importer(read_flame_moe, "cmu-flame/FLAME-MoE captured routing", SHARES, ("preset", "phase")),
+    "megatron": Importer(read_megatron, "Megatron-Core router trace", "", ("preset", "phase")),
+    "sglang": Importer(read_sglang, "SGLang routed experts", ASSUMED, ("preset",)),
+    "vllm": Importer(read_vllm, "vLLM routed experts", ASSUMED, ("preset",)),
 }
 PHASES = ("prefill", "decode", "training")
 
@@ -420,10 +407,22 @@ def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
+    preset = importer.preset or about.preset
+    with naming("preset"):
+        model = ModelSpec.load(preset) if preset.endswith(".yaml") else load_model(preset)
     try:
         with written_trace(out, source) as writer:
-            writer.metadata |= {"source": importer.recorder, "phase": about.phase or "prefill and decode"}
-            writer.metadata |= {"domain": about.domain, "licence": about.licence}
-            importer.read(source, about, writer)
+            writer.describe(
+                num_experts=model.num_experts,
+                top_k=model.top_k,
+                where=f"preset {preset}",
+                model=model.name,
+                score=importer.score,
+                phase=about.phase or "prefill and decode",
+                domain=about.domain,
+                source=importer.recorder,
+                licence=about.licence,
+            )
+            importer.read(source, model, about, writer)
     except OSError as error:
         raise UserError(f"{error.filename or source}: {error.strerror or error}") from None

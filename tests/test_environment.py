@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -88,13 +87,3 @@ def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
     secret = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_NCCL_PASSWORD", "HOME", "CUDA_TOKEN", "SLURM_JWT")
     variables = {**dict.fromkeys(kept, "1"), **dict.fromkeys(secret, "secret")}
     assert provenance.relevant_variables(variables) == dict.fromkeys(kept, "1")
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_gpus_are_described_with_their_links(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST))
-    monkeypatch.setattr(provenance, "query_gpus", Mock(return_value=[H100]) if is_there else lost)
-    underlined = "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18"  # As nvidia-smi does.
-    monkeypatch.setattr(provenance, "_output", lambda *command: underlined)
-    there = {"driver": "570.86.15", "gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
-    assert provenance.describe_gpus() == (there if is_there else {})

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-
-from moe_ep_bench.config.files import load_experiments
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
 
@@ -90,20 +87,6 @@ def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session)
     assert "output of benchmarks/device.py" in session.summary()
     assert "commit " in session.summary()
     assert session.run()[::2] == (0, 0)
-
-
-def test_steps_that_repeat_papers_make_one_draw(session: Session) -> None:
-    """A batch of 524,288 tokens takes a core 20 s: Figure 4's twelve draws would outlast the step."""
-    figure_4, tables = "olmoe,deepseek-v2-lite,mixtral,mixtral-paper-size", "oea-table3,oea-table5,xshare-table3"
-    assert session.run("--only", f"{figure_4},{tables}")[0] == 0
-    calls = session.calls()
-    assert len(calls) == 7
-    for call in calls:
-        (config,) = re.findall(r"configs/papers/[\w-]+.yaml", call)
-        options = re.findall(r"(?:model.preset|workload.skew|sweep.[\w.]+)=\S+", call)
-        points = load_experiments(SCRIPT.parents[1] / config, options, on_cpu=False)
-        assert {one.workload.seed for one in points} == {1}
-        assert len(points) == 1 or "figure4" not in call
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:

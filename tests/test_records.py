@@ -1,23 +1,28 @@
-"""Parts appear whole or not at all, and what was lost is remembered."""
+"""Parts appear whole or not at all, what was lost is remembered, and a comparison has one writer."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from test_run import environment
 from torch.distributed import DistBackendError
 
-from moe_ep_bench import results
+from moe_ep_bench import files
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
-from moe_ep_bench.results import RunDirectory, conditions_of
+from moe_ep_bench.results import RunDirectory, conditions_of, hold, is_held, lock_file
 from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
@@ -79,19 +84,10 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -
     assert sorted(tmp_path.rglob(".*")) == []
 
 
-def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
-    with pytest.raises(UserError, match=r"^cannot write /proc/no/file: No such file or directory"):
-        write_json(Path("/proc/no/file"), {})
-
-
-@pytest.mark.parametrize("name", ["pipe", "link", "/dev/null"])
-def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("pipe")
-    with pytest.raises(UserError, match=r"\A[^\n]*: expected a regular file\Z"):
-        write_text(tmp_path / name, "text")
-    assert not (tmp_path / name).is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+def test_what_is_no_file_is_refused_and_stays() -> None:
+    with pytest.raises(UserError, match=r"\A/dev/null: expected a regular file\Z"):
+        write_text(Path("/dev/null"), "text")
+    assert not Path("/dev/null").is_file()
 
 
 def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) -> None:
@@ -226,7 +222,7 @@ def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description
         return {**A_JOB, "run_id": name, "comparisons": {name: {}}, "cases": cases}
 
     directory.write_run(description("mine"))
-    with results.hold(tmp_path, {"mine": "mine"}):
+    with hold(tmp_path, {"mine": "mine"}):
         directory.write_run(description("yours"))
     assert set(json.loads(directory.run_json.read_text())["comparisons"]) == {"mine", "yours"}
     directory.write_run(description("yours"))
@@ -266,3 +262,135 @@ def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: 
     assert set(run["comparisons"]) == {f"comparison-{point}" for point in range(60)}
     assert set(run["cases"]) == {f"case-{point}" for point in range(60)}
     assert len(run["runs"]) == 60
+
+
+# ---- what may lie in one directory -----------------------------------------------------------------------------------
+
+CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
+NOW = {"mode": "run", "scope": "layer", **CONDITIONS, "code": "today's"}
+
+
+def leave_results(root: Path, mode: str = "run", scope: str = "layer", code: str = "", **more: str) -> RunDirectory:
+    """A directory as an earlier command left it, of this code where nothing else is said."""
+    about = {"mode": mode, "scope": scope, "hashes": {"code": code or NOW["code"]}}
+    rows = {"run_id": "r", "comparisons": {}, "cases": {}}
+    write_json(root / "run.json", {**about, "environment": {**CONDITIONS, **more}, **rows})
+    return RunDirectory(root)
+
+
+def files_in(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+# What an earlier command left that was otherwise, how a line says so, and whether --force takes its place.
+OTHERWISE = {
+    "mode": ({"mode": "route"}, "mode route, here it is run; choose another directory$", False),
+    "scope": ({"scope": "model"}, "scope model, here it is layer; choose another directory$", False),
+    "package": ({"torch": "1.0"}, "torch 1.0, here it is 2.0; choose another directory$", False),
+    "code": ({"code": "older"}, "code older, here it is .*; choose another directory or --force$", True),
+    "nothing": ({"hostname": "elsewhere"}, "", True),
+}
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, force: bool, tmp_path: Path) -> None:
+    left, message, forced = OTHERWISE[what]
+    directory, before = leave_results(tmp_path, **left), files_in(tmp_path)
+    fits = not message or (force and forced)
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=f"holds results with {message}"):
+        directory.check_agreement(NOW if not force else {key: value for key, value in NOW.items() if key != "code"})
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"mode": "run", "environment": {}}'])
+def test_a_description_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json: damaged, or not written by this program"):
+        RunDirectory(tmp_path).check_agreement(NOW)
+
+
+def test_a_new_directory_is_made_and_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "a" / "b").check_agreement(NOW)
+    assert files_in(tmp_path / "a" / "b") == set()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: is a file; expected a directory"):
+        RunDirectory(tmp_path / "file").check_agreement(NOW)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that loses power leaves an empty file under a finished file's name."""
+    done, fsync, replace = [], os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(("synced", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(("renamed", path.stat().st_size))
+        return replace(path, target)
+
+    monkeypatch.setattr(files.os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_json(tmp_path / "a.json", {"whole": True})
+    size = (tmp_path / "a.json").stat().st_size
+    assert done == [("synced", size), ("renamed", size)]
+
+
+# ---- locks -----------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from moe_ep_bench.results import hold
+with hold(Path(sys.argv[1]), {"one": "one"}):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process that holds the lock ``one``."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "60"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    yield other
+    other.kill()
+    other.communicate()
+
+
+def test_what_another_job_holds_is_refused_by_its_name(holder: subprocess.Popen, tmp_path: Path) -> None:
+    assert is_held(tmp_path, "one")
+    expected = rf"--out {tmp_path}: a title: another job is writing this, process {holder.pid} on .*, begun 20.* UTC;"
+    with pytest.raises(ValueError, match=expected), hold(tmp_path, {"one": "a title"}, patience_s=0.2):
+        pass
+    with hold(tmp_path, {"two": "another"}, patience_s=0.0):
+        assert not is_held(tmp_path, "three")
+    with pytest.raises(ValueError, match="another job"), hold(tmp_path, {"two": "", "one": ""}, patience_s=0.0):
+        pass
+    assert not is_held(tmp_path, "two"), "nothing stays held where one of several is refused"
+    assert not lock_file(tmp_path, "two").exists()
+
+
+def test_the_lock_of_a_job_that_was_killed_is_taken_over(holder: subprocess.Popen, tmp_path: Path) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert lock_file(tmp_path, "one").exists()
+    assert not is_held(tmp_path, "one")
+    with hold(tmp_path, {"one": "one"}, patience_s=0.0):
+        assert is_held(tmp_path, "one")
+    assert not is_held(tmp_path, "one")
+
+
+def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "0.5"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
+    assert other.stdout is not None
+    other.stdout.readline()
+    with hold(tmp_path, {"one": "one"}, patience_s=30.0):
+        pass
+    other.communicate()
+    assert other.returncode == 0
+    assert not is_held(tmp_path, "one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,6 @@ echo "$@" >>"$ROOT/scontrol"
 echo node1
 """,
     "bin/srun": """#!/bin/bash
-printf '%s\\n' "$@" >"$ROOT/srun"
 while [ "$1" != bash ]; do shift; done
 SLURM_PROCID=0 "$@"
 status=$?
@@ -77,20 +75,3 @@ def test_a_job_ends_with_its_ranks_status_or_requeues_itself_where_going_on_help
         (job.root / ".slurm-job-1.left").touch()  # by a node that was lost
     assert job.run("bench.sbatch", status, REQUEUES=requeues, SLURM_RESTART_COUNT=requeues) == status
     assert not list(job.root.glob(".slurm-job-*"))
-
-
-def test_the_container_of_the_docs_has_what_job_sh_needs_in_it(job: Job) -> None:
-    """The checkout under its own path, which holds node.sh and the statuses, and the image's environment."""
-    (line,) = [line for line in (ROOT / "docs" / "running.md").read_text().splitlines() if "--container-image" in line]
-    line = line.replace("$PWD", str(job.root))
-    given = dict(word.split("=", 1) for word in shlex.split(line) if word.startswith(("VENV=", "SRUN_OPTIONS=")))
-    image = (ROOT / "docker" / "Dockerfile").read_text()
-    assert f"WORKDIR {given['VENV'].removesuffix('/.venv')}\n" in image, "where setup.sh makes it"
-    assert "RUN launch/setup.sh --system-torch\n" in image
-    assert job.run("bench.sbatch", **given) == 0
-    srun = job.told("srun")
-    options = dict(word.split("=", 1) for word in srun if word.startswith("--container-"))
-    assert options["--container-image"].startswith("/"), "pyxis takes other names for an image of a registry"
-    assert f"{job.root}:{job.root}" in options["--container-mounts"].split(",")
-    assert options["--container-workdir"] == str(job.root)
-    assert f"{job.root}/slurm/node.sh" in srun

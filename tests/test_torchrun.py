@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
+from test_run import environment
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -122,3 +125,19 @@ def test_what_the_user_has_set_stays_and_several_nodes_meet_where_it_says(
     torchrun([["run"]], 1)
     assert seen == ["1", "4"]
     assert ("--standalone" in commands[-1]) == (nodes == "1")
+
+
+LEAVING = """
+import atexit, runpy, sys, time
+atexit.register(time.sleep, 1000)  # As a destructor that waits for peers.
+sys.argv = ["moe-ep-bench", "run", sys.argv[1], "--list-points"]
+runpy.run_module("moe_ep_bench", run_name="__main__")
+"""
+
+
+def test_a_rank_waits_for_nothing_at_its_end_and_all_that_it_said_arrives() -> None:
+    command = [sys.executable, "-c", LEAVING, "configs/quickstart.yaml"]
+    env = {**environment(), "RANK": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    assert done.returncode == OK, done.stderr
+    assert done.stdout == "0\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from test_model_run import KEY, parts, write_config
 
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.virtual import Emulation
+from moe_ep_bench.bench.virtual import Emulation, modelled_times
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import OK
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
@@ -108,7 +109,7 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     assert sum(map(sum, lengths_R)) == comparison.num_tokens
     begun: list[str] = []
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
-    emulation.model()
+    emulation.time(partial(modelled_times, comparison))
     routed = len(comparison.workloads) * comparison.workload.num_batches
     assert len(begun) == comparison.iterations_per_case * len(comparison.cases) + routed
     total = emulation.columns.index(TOTAL)

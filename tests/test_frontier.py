@@ -141,7 +141,7 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
     (comparison,) = plan(folder / "config.yaml", [], ROUTING)
     expected: dict[str, list[float]] = {}
     for index in range(2):
-        parts = [rank.scores_TE for rank in comparison.workload.rank_batches(index, 4)]
+        parts = [comparison.workload.rank_batch(index, rank, 4).scores_TE for rank in range(4)]
         contexts = [RoutingContext(top_k=6, num_ranks=4, rank=rank) for rank in range(4)]
         pairs = [top_k_pairs(one, top_k_map(one, context)) for one, context in zip(parts, contexts, strict=True)]
         frontier = Frontier.of(pairs, torch.arange(64) // 16)

@@ -161,7 +161,7 @@ def test_without_a_hold_the_host_sets_no_pace(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_host_that_waits_on_one_virtual_rank_paces_none(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, timer = Machine(monkeypatch), MeasuredRanks.__new__(MeasuredRanks)
-    timer.virtual = SimpleNamespace(exchange=SimpleNamespace(checks_counts=True))
+    timer.virtual = SimpleNamespace(checks_counts=True)
     timer.watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None)
     for waits in (True, False):  # ranks in turn
         turns = [machine.case("decode", 400, 200, waits=waits), machine.case("prefill", 500, 5000)]
@@ -193,23 +193,19 @@ def test_virtual_ranks_are_paced_on_a_gpu_unless_their_host_waits(
         def time(self, step: Step) -> RankTime:
             return RankTime([], [])
 
-    here, stored = SimpleNamespace(watch=SimpleNamespace(waiting=frozenset())), []
-    here.note_waiting = lambda turns, begin: here.watch.__dict__.update(waiting={"waits"})
-    emulation = Emulation.__new__(Emulation)
-    emulation.device, emulation.num_ranks, emulation.begin = SimpleNamespace(type=device_type), 2, lambda case_id: None
-    measure = MeasureConfig(iterations=3)
-    emulation.comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
-    emulation.routed = SimpleNamespace(batches=SimpleNamespace(shares=lambda layer, index: ["rank 0", "rank 1"]))
-    routers = [SimpleNamespace(case=SimpleNamespace(case_id=name)) for name in ("decode", "waits")]
-    monkeypatch.setattr(emulation, "_route", lambda index: [(router, "traffic") for router in routers])
-    monkeypatch.setattr(emulation, "_store", lambda router, *args, **kwargs: stored.append((router, *args, kwargs)))
     monkeypatch.setattr(measured_ranks, "RankCase", Case)
-    emulation._measure_batch(0, here)
-    assert {router.case.case_id: kwargs["paced"] for router, *_, kwargs in stored} == {
-        "decode": False,
-        "waits": False,
-    } | paced
-    assert [[len(runs) for runs in times_R] for _, times_R, *_ in stored] == [[3, 3], [3, 3]]
+    ranks = MeasuredRanks.__new__(MeasuredRanks)
+    ranks._device, ranks.watch = SimpleNamespace(type=device_type), SimpleNamespace(waiting=frozenset())
+    ranks.note_waiting = lambda turns, begin: ranks.watch.__dict__.update(waiting={"waits"})
+    ranks.virtual = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
+    measure = MeasureConfig(iterations=3)
+    ranks._comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
+    batches, traffic = SimpleNamespace(share=lambda layer, index, rank: f"rank {rank}"), SimpleNamespace(index=0)
+    names = ("decode", "waits")
+    routers = [SimpleNamespace(case=SimpleNamespace(case_id=name), batches=batches) for name in names]
+    times = ranks.times([(router, traffic) for router in routers], lambda case_id: None)
+    assert {name: ranks.is_paced(name) for name in names} == {"decode": False, "waits": False} | paced
+    assert [[len(runs) for runs in times_R] for times_R in times] == [[3, 3], [3, 3]]
 
 
 def test_the_peak_of_memory_is_that_of_a_comparison_and_not_of_what_came_before(

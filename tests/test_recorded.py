@@ -183,7 +183,7 @@ def test_slots_step_through_sequences_side_by_side(pools, per_request, most, see
 def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
     workload = recorded(trace, arrangement="decode", tokens_per_request=2, num_tokens=14, num_batches=5)
     assert workload.batch(4).sequence_id_T.tolist() == [slot for slot in range(7) for _ in range(2)]
-    dealt = [[rank.sequence_id_T.tolist() for rank in workload.rank_batches(index, 3)] for index in range(5)]
+    dealt = [[workload.rank_batch(index, rank, 3).sequence_id_T.tolist() for rank in range(3)] for index in range(5)]
     assert all(ranks == dealt[0] for ranks in dealt)
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import Balanced, lp
-from moe_ep_bench.bench.slots import Slots
-from moe_ep_bench.bench.traffic import slot_metrics
+from moe_ep_bench.bench.routing import Slots
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.placement import other_batches, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -182,7 +181,7 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     slots, rank = slots_of(plan_P, maps, is_split=is_split), len(maps) - 1
     per_rank = len(plan_P) // len(maps)
     pairs = [(token, slot // per_rank, slot) for token, slot in sent_one_by_one(slots, maps[rank], rank)]
-    found = slot_metrics(slots, rank, maps[rank])
+    found = slots.metrics(maps[rank], rank)
     assert found["slot_load_P"].tolist() == [sum(slot == other for *_, slot in pairs) for other in range(len(plan_P))]
     assert found["load_R"].tolist() == [sum(to == other for _, to, _ in pairs) for other in range(len(maps))]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
@@ -198,7 +197,7 @@ def test_contiguous_slots_change_no_metric() -> None:
     slots = Slots.contiguous(8, 4)
     assert slots.is_contiguous
     metrics = routing_metrics(routing, scores_TE, context)
-    placed = slot_metrics(slots, 1, routing.map_TE)
+    placed = slots.metrics(routing.map_TE, 1)
     assert placed.pop("moved_weight_bytes") == 0
     assert placed.pop("slot_load_P").tolist() == metrics["load_E"].tolist()
     assert placed.pop("load_R").tolist() == metrics["load_R"].tolist()

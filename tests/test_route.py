@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.route import route
+from moe_ep_bench.bench.run import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.placement import rank_load, replicate

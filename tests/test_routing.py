@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_run import write_config
 
-from moe_ep_bench.bench import routing
 from moe_ep_bench.bench.comparison import ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
@@ -32,44 +31,33 @@ def seen_of(comparison: Comparison, few: int | None = None) -> list[tuple]:
             routers = [CaseRouter(case, batches) for case in comparison.cases]
             for traffic in traffic_of(batches, None, index, routers):
                 rows.append((traffic.counts_RP.tolist(), traffic.num_tokens_R, traffic.frontier, repr(traffic.rows_R)))
-            rows += [tuple(share.context.request_id_T.tolist()) for share in batches.shares(None, index)]
+            rows += [tuple(batches.share(None, index, rank).context.request_id_T.tolist()) for rank in range(4)]
     return rows
 
 
 @pytest.mark.parametrize("backend", [VIRTUAL, ROUTING])
 def test_ranks_in_threads_give_the_same_traffic(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison = planned(tmp_path, backend)
-    alone = seen_of(comparison)
-    assert len({repr(row) for row in alone}) > 8, "batches, ranks and policies differ"
-    monkeypatch.setattr(routing, "_LEAST_SHARED_BYTES", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert seen_of(comparison) == alone
-
-
-def test_no_more_ranks_are_begun_than_there_are_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, made = Batches(planned(tmp_path, ROUTING), CPU), []
-    monkeypatch.setattr(routing, "_LEAST_SHARED_BYTES", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(batches, "shares", lambda *where: (made.append(rank) or rank for rank in range(4)))
-    found = batches.over_ranks(lambda rank: rank, None, 0)
-    assert (next(found), made) == (0, [0, 1])
-    assert list(found) == [1, 2, 3]
+    comparison, seen = planned(tmp_path, backend), []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+        seen.append(seen_of(comparison))
+    assert seen[0] == seen[1]
+    assert len({repr(row) for row in seen[0]}) > 8, "batches, ranks and policies differ"
 
 
 def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Path) -> None:
     comparison = planned(tmp_path, VIRTUAL)
-    few = list(Batches(comparison, CPU, few=3).shares(None, 0))
-    for shares, all_of_rank in zip(few, Batches(comparison, CPU).shares(None, 0), strict=True):
-        last = all_of_rank.num_tokens - 1
-        rows = torch.linspace(0, last, 3).long()
-        assert torch.equal(shares.drawn_TE, all_of_rank.drawn_TE[rows])
-        assert rows[-1] == last
+    for rank in range(4):
+        few, whole = (Batches(comparison, CPU, few=few).share(None, 0, rank) for few in (3, None))
+        rows = torch.linspace(0, whole.num_tokens - 1, 3).long()
+        assert torch.equal(few.drawn_TE, whole.drawn_TE[rows])
+        assert rows[-1] == whole.num_tokens - 1
 
 
 def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_path: Path) -> None:
     for backend in (ROUTING, VIRTUAL):
         comparison = planned(tmp_path, backend)
-        (first, *_) = Batches(comparison, CPU).shares(None, 0)
+        first = Batches(comparison, CPU).share(None, 0, 0)
         share = first.of(comparison.cases[0])
         assert (share.score_function is None) == (backend == ROUTING)
         torch.testing.assert_close(share.scores_TE, first.drawn_TE, rtol=1e-5, atol=1e-7)
@@ -79,7 +67,7 @@ def test_random_policies_draw_anew_for_every_batch_rank_and_layer(tmp_path: Path
     comparison = planned(tmp_path, ROUTING)
     batches = Batches(comparison, CPU)
     router = CaseRouter(comparison.cases[0], batches)
-    shares = [share for index in range(2) for share in batches.shares(None, index)]
+    shares = [batches.share(None, index, rank) for index in range(2) for rank in range(4)]
     shares += [replace(shares[0], layer=layer) for layer in (0, 1)]
     drawn = [float(torch.rand(1, generator=router.context(share).generator)) for share in shares]
     assert len(set(drawn)) == len(drawn) == 2 * 4 + 2

@@ -26,7 +26,7 @@ from layer_laws import (
 )
 
 from moe_ep_bench.bench.comparison import VIRTUAL
-from moe_ep_bench.bench.measured_ranks import MeasuredRanks, RankCase
+from moe_ep_bench.bench.measured_ranks import Announced, MeasuredRanks, RankCase, VirtualRanks
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
@@ -36,7 +36,6 @@ from moe_ep_bench.layer.experts import DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.stack import Stack
-from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.models import ModelSpec, logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
@@ -170,7 +169,8 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
             router = CaseRouter(case, batches)
             (of_layer,) = traffic_of(batches, None, 0, [router])
             traffic = Traffic(0, {None: of_layer})
-            for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
+            for rank in range(0, num_ranks, 3):
+                tokens = batches.share(None, 0, rank)
                 seen: list[torch.Tensor] = []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
                 took = RankCase(timer, router, traffic, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))

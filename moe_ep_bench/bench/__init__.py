@@ -14,10 +14,10 @@
 after another side by side. ``route`` ends behind ``traffic``. Beside that path
 
 ``checks``            what a config asks for and a backend cannot do
-``description``, ``dry_run``  a comparison in ``run.json``, and before anything runs
+``description``       a comparison in ``run.json``
 ``inspection``        what layers chose and computed, held against the reference
 ``replays``           cases as CUDA graphs
-``measured_ranks``    how long a virtual rank takes on the device that is here; cases beside the reference
-``question``          what ``advise`` is asked -> experiments
+``measured_ranks``    many ranks on the device that is here: their times, and their values beside the reference
+``question``          what ``advise`` is asked -> a config and its plan
 ``validate``          emulated ranks beside real ones
 """

@@ -15,7 +15,7 @@ Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import Experiment, Lossless, RecordedConfig, ReplicationConfig, Rule, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
@@ -342,12 +341,6 @@ class Comparison:
         tokens = self.workloads[layer].rank_batch(index, rank, self.world_size)
         return tokens.with_padding(self.experiment.workload.padding_per_rank)
 
-    def rank_batches(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
-        """The same of all ranks, rank by rank: one rank's tokens are held at a time."""
-        num_padding = self.experiment.workload.padding_per_rank
-        ranks = self.workloads[layer].rank_batches(index, self.world_size)
-        return (tokens.with_padding(num_padding) for tokens in ranks)
-
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
         share = self.experiment.workload.image_share
@@ -385,11 +378,6 @@ class Comparison:
             return None
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device).runs(self.most_tokens, self.model.num_experts)
-
-    @cached_property
-    def slots(self) -> Slots:
-        """Where experts stand, but for cases that replicate them."""
-        return Slots.contiguous(self.model.num_experts, self.ep_size)
 
     def slots_ahead(self, wanted: Lossless, load_BE: NDArray[np.float64]) -> NDArray[np.int64]:
         """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""

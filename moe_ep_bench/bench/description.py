@@ -28,7 +28,6 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import PATTERNS
 
 if TYPE_CHECKING:
@@ -82,10 +81,9 @@ def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Comparis
     """
     for comparison in comparisons:
         for workload in comparison.workloads.values():
-            if isinstance(workload, SyntheticWorkload):
-                with naming(comparison.title):
-                    for index in range(workload.num_batches):
-                        workload.solve(index)
+            with naming(comparison.title):
+                for index in range(workload.num_batches):
+                    workload.solve(index)
     of_ranks = ranks.told(provenance.describe_rank(ranks.device))
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}

@@ -1,14 +1,16 @@
-"""Plan a measurement: one comparison for every point of a config's sweep, before anything runs.
+"""Plan a measurement, or print the plan: one comparison for every point of a config's sweep, before anything runs.
 
 Each is found to fit its backend, and its workloads are opened. A batch of the workload is a batch of the model. Its
 sequences are the prompts of a prefill; with ``whole.context_length`` it is the next token of each request. Every MoE
 layer of a model has scores of its own: of a recording that layer's, of a synthetic workload the same targets solved for
 with another seed. So each layer has its own skew, and its own busiest rank.
+
+Where there is no GPU a plan is printed without waiting for torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,11 @@ import numpy as np
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
-from moe_ep_bench.errors import UserError, brief, naming
+from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import source_hash
@@ -122,10 +123,18 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     assert world_size is not None
     checks.refuse(checks.of_experiment(experiment, backend, world_size))
     links = device = None
+    asked, emulate = experiment.layer, experiment.emulate
     if backend in (VIRTUAL, MODELLED):
-        links, device = load_models(experiment, experiment.layer.ep_size or world_size)
-        backend = VIRTUAL if device is None else MODELLED
-    asked = experiment.layer
+        assert emulate.links is not None
+        ep_size = asked.ep_size or world_size
+        with naming("emulate.links"):
+            links = load_links(emulate.links, ep_size).scaled(emulate.bandwidth_scale)
+        with naming("emulate.links, layer.ep_size"):
+            links.all_gather_us(0, ep_size)
+        if emulate.device != MEASURED:
+            backend = MODELLED
+            with naming("emulate.device"):
+                device = load_device_of_layer(emulate.device, experiment.model.spec(), ep_size, asked.dtype)
     if backend == ROUTING:
         parts = Parts("none")
     elif device is not None:  # Whatever this machine has.
@@ -138,20 +147,6 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
     return comparison
-
-
-def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
-    """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
-    config = experiment.emulate
-    assert config.links is not None
-    with naming("emulate.links"):
-        links = load_links(config.links, ep_size).scaled(config.bandwidth_scale)
-    with naming("emulate.links, layer.ep_size"):
-        links.all_gather_us(0, ep_size)
-    if config.device == MEASURED:
-        return links, None
-    with naming("emulate.device"):
-        return links, load_device_of_layer(config.device, experiment.model.spec(), ep_size, experiment.layer.dtype)
 
 
 def _try_out(comparison: Comparison) -> None:
@@ -178,6 +173,42 @@ def _try_out(comparison: Comparison) -> None:
                 raise
             words = brief(f"{type(error).__name__}: {error}", 200, quoted=False)
             raise UserError(f"policies: {policy.name}: route raised {words}") from error
+
+
+# ---- a plan in words -----------------------------------------------------------------------------------------------
+
+
+def dry_run(
+    config: Path, overrides: Sequence[str], backend: str, world_size: int | None = None, point: int | None = None
+) -> int:
+    """Print the cases of every comparison, and what its runs would take; run nothing, touch no device.
+
+    Args:
+        backend: ``ranks``, ``virtual`` or ``routing``.
+        world_size: real ranks.
+    """
+    comparisons = plan(config, overrides, backend, world_size, point=point, try_out=False)
+    for comparison in comparisons:
+        print("\n  ".join(_lines(comparison)))
+    return OK
+
+
+def _lines(comparison: Comparison) -> Iterator[str]:
+    """The title, the cases, and what they take."""
+    backend = comparison.backend
+    batches = f"{comparison.workload.num_batches} batches of {workload_facts(comparison).description}"
+    yield f"{comparison.title} on {comparison.world_size} rank(s), {batches}"
+    for case in comparison.cases:
+        kernel = comparison.kernel_of(case) if backend == RANKS else None
+        yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
+    if backend == MODELLED:
+        fit = fit_of(comparison)
+        yield "; ".join([*([fit.words] if fit and fit.words else []), f"{device_words(comparison)}: nothing is run"])
+    elif backend != ROUTING:
+        sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
+        weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
+        number = comparison.iterations_per_case * len(comparison.cases) * comparison.experiment.measure.launches
+        yield f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank; {number:,} iterations"
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Route a rank's tokens by a case, on virtual ranks as on real ones.
 
-``Batches`` makes every rank's tokens, a ``Share`` for each rank; a ``CaseRouter`` routes shares as its case does. A
-layer that stands alone has the key None.
+``Batches`` makes every rank's tokens, a ``Share`` for each rank; a ``CaseRouter`` routes shares as its case does, to
+experts in ``Slots``. A layer that stands alone has the key None.
 
 **Replicas** are placed for the loads of all other batches: what a server knows before the tokens come; with one batch
 alone, for itself. A balancer (``balancers``) then splits each batch, or moves weights for it, once all counts are
@@ -12,15 +12,14 @@ and is later by that time.
 Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart from
 all that is timed: so a batch is routed alike on every backend, whichever batch is run first and however often.
 
-Shapes: B = batches, R = ranks, T = tokens of one rank, E = experts, S = rows of a batch-wide policy's statistics.
+Shapes: B = batches, R = ranks, T = tokens of one rank, E = experts, P = slots of all ranks; slots r * P / R and on are
+rank r's. N = entries of all experts' turns, S = rows of a batch-wide policy's statistics.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,38 +29,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_ep_bench.bench.comparison import CEILING, NATIVE, ROUTING, CaseSpec, Comparison
-from moe_ep_bench.bench.slots import Slots
+from moe_ep_bench.balancers import FREE, Balanced
+from moe_ep_bench.bench.comparison import BASELINE, CEILING, NATIVE, ROUTING, CaseSpec, Comparison
 from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.counting import slot_counts
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.models import logits_from_scores, scores_from_logits
 from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
+from moe_ep_bench.workload.batch import balanced_scores
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
-# Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
-_LEAST_SHARED_BYTES = 2**20
-
 V = TypeVar("V")
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch work in one thread: a rank's share is small, and handing it out costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -84,15 +67,6 @@ class Share:
     context: RoutingContext
     drawn_TE: Tensor
     score_function: str | None = None
-
-    @staticmethod
-    def of_rank(
-        comparison: Comparison, layer: int | None, batch: int, rank: int, tokens: TokenBatch, device: torch.device
-    ) -> Share:
-        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
-        context = comparison.context(layer, rank % comparison.ep_size, tokens.sequence_id_T.to(device), valid_T)
-        function = None if comparison.backend == ROUTING else comparison.model.score_function
-        return Share(layer, batch, rank, context, tokens.scores_TE.to(device), function)
 
     @property
     def num_tokens(self) -> int:
@@ -137,47 +111,153 @@ class Batches:
 
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
         self.comparison, self.device, self.seed = comparison, device, comparison.experiment.layer.seed
+        self.contiguous = Slots.contiguous(comparison.model.num_experts, comparison.ep_size)
         self._few = few
 
-    def shares(self, layer: int | None, index: int) -> Iterator[Share]:
-        """Every rank's tokens of a batch in a layer, rank by rank."""
-        for rank, tokens in enumerate(self.comparison.rank_batches(layer, index)):
-            if self._few is not None:  # from the first to the last, and so of both where some are padding
-                count = min(self._few, tokens.num_tokens)
-                tokens = tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), count).long())
-            yield Share.of_rank(self.comparison, layer, index, rank, tokens, self.device)
+    def share(self, layer: int | None, index: int, rank: int) -> Share:
+        """A rank's tokens of a batch in a layer."""
+        comparison = self.comparison
+        tokens = comparison.rank_batch(layer, index, rank)
+        if self._few is not None:  # from the first to the last, and so of both where some are padding
+            count = min(self._few, tokens.num_tokens)
+            tokens = tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), count).long())
+        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(self.device)
+        ids_T, ep_rank = tokens.sequence_id_T.to(self.device), rank % comparison.ep_size
+        function = None if comparison.backend == ROUTING else comparison.model.score_function
+        context = comparison.context(layer, ep_rank, ids_T, valid_T)
+        return Share(layer, index, rank, context, tokens.scores_TE.to(self.device), function)
 
-    def over_ranks(self, function: Callable[[Share], V], layer: int | None, index: int) -> Iterator[V]:
-        """A function of every rank's tokens, in order of rank: in as many threads as torch would use on the host.
+    def of_ranks(self, function: Callable[[Share], V], layer: int | None, index: int) -> list[V]:
+        """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
 
-        In one where a GPU works or scores are few. No more ranks are begun than there are threads.
+        In one where a GPU works. A rank's share is small, so that torch works on it in one thread. A thread holds the
+        tokens of one rank at a time.
         """
-        num_bytes = self.comparison.num_tokens * self.comparison.model.num_experts * torch.float32.itemsize
-        on_host = self.device.type == "cpu" and num_bytes >= _LEAST_SHARED_BYTES
-        most, begun = torch.get_num_threads() if on_host else 1, deque[Future[V]]()
-        if most == 1:
-            with one_thread():
-                yield from map(function, self.shares(layer, index))
-            return
-        with one_thread(), ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for share in self.shares(layer, index):
-                begun.append(pool.submit(function, share))
-                if len(begun) >= most:
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
+        self.comparison.workloads[layer].solve(index)  # before threads ask for it
+        ranks, num_threads = range(self.comparison.world_size), torch.get_num_threads()
+
+        @torch.inference_mode()
+        def of_rank(rank: int) -> V:
+            return function(self.share(layer, index, rank))
+
+        torch.set_num_threads(1)
+        try:
+            if self.device.type != "cpu":
+                return list(map(of_rank, ranks))
+            with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                return list(pool.map(of_rank, ranks))
+        finally:
+            torch.set_num_threads(num_threads)
 
     @cached_property
     def native_counts(self) -> NDArray[np.int64]:
         """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
-        native = next(case for case in self.comparison.cases if case.policy is None and case.replication is None)
-        router = CaseRouter(native, self)
+        router = CaseRouter(next(case for case in self.comparison.cases if case.role == BASELINE), self)
 
         def counts_of(share: Share) -> NDArray[np.int64]:
             return router.route(share, None).map_TE.sum(0).cpu().numpy()
 
-        batches = range(self.comparison.workload.num_batches)
-        return np.array([list(self.over_ranks(counts_of, None, index)) for index in batches])
+        return np.array(
+            [self.of_ranks(counts_of, None, index) for index in range(self.comparison.workload.num_batches)]
+        )
+
+
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Which expert every slot holds, and which slot each pair of one batch goes to.
+
+    The batch's pairs of an expert are numbered over ranks, then tokens, and take the expert's *turns*: a slot for each
+    pair, again from the first where there are more pairs.
+
+    Attributes:
+        expert_P: int64; every expert has at least one slot.
+        turn_N: int64, the slots of all experts' turns, expert by expert; at least one entry for each.
+        turns_E: how many entries each expert has.
+        before_RE: pairs of the ranks ahead of each: the number of a rank's first pair. R divides P.
+        moved_bytes_RR: of weights that go from each rank to each for this batch, float64; None = none go.
+    """
+
+    expert_P: NDArray[np.int64]
+    turn_N: NDArray[np.int64]
+    turns_E: NDArray[np.int64]
+    before_RE: NDArray[np.int64]
+    moved_bytes_RR: NDArray[np.float64] | None = None
+
+    @staticmethod
+    def contiguous(num_experts: int, num_ranks: int) -> Slots:
+        """Expert e in slot e, Megatron-Core's own placement."""
+        return Slots._in_turn(np.arange(num_experts), num_experts, num_ranks)
+
+    @staticmethod
+    def of_batch(balanced: Balanced, counts_RE: NDArray[np.int64], expert_bytes: float) -> Slots:
+        """A batch as a balancer has it, where ranks have ``counts_RE`` pairs; nobody sends to a free slot."""
+        num_ranks, num_experts = counts_RE.shape
+        expert_RS = balanced.slot_expert_P.reshape(num_ranks, -1)
+        expert_P = np.where(expert_RS == FREE, expert_RS[:, :1], expert_RS).ravel()
+        moved_RR = balanced.moved_RR(num_ranks) * expert_bytes if balanced.moves else None
+        if balanced.pairs_P is None:
+            return Slots._in_turn(expert_P, num_experts, num_ranks, moved_RR)
+        turns = []
+        for expert in range(num_experts):
+            slots = np.flatnonzero(expert_P == expert)
+            sizes = balanced.pairs_P[slots]
+            # Slots are interleaved, so that every rank sends each of them about the same share.
+            places = [(np.arange(size) + 0.5) / size for size in sizes if size] or [np.zeros(1)]
+            owner = np.repeat(slots, sizes) if sizes.any() else slots[:1]
+            turns.append(owner[np.concatenate(places).argsort(kind="stable")])
+        before_RE = counts_RE.cumsum(axis=0) - counts_RE
+        return Slots(expert_P, np.concatenate(turns), np.array(list(map(len, turns))), before_RE, moved_RR)
+
+    @staticmethod
+    def _in_turn(
+        expert_P: NDArray[np.int64],
+        num_experts: int,
+        num_ranks: int,
+        moved_RR: NDArray[np.float64] | None = None,
+    ) -> Slots:
+        """Give an expert's slots its pairs in turn; rank r begins with the r-th, so that few pairs do not all meet."""
+        before_RE = np.repeat(np.arange(num_ranks)[:, None], num_experts, axis=1)
+        turns_E = np.bincount(expert_P, minlength=num_experts)
+        return Slots(expert_P, expert_P.argsort(kind="stable"), turns_E, before_RE, moved_RR)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.before_RE)
+
+    @property
+    def first_E(self) -> NDArray[np.int64]:  # noqa: N802
+        """Where each expert's turns begin."""
+        return self.turns_E.cumsum() - self.turns_E
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether every expert has the slot of its own number alone."""
+        return np.array_equal(self.expert_P, np.arange(len(self.turns_E)))
+
+    def counts(self, map_TE: Tensor, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R]."""
+        of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank]
+        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, len(self.expert_P), self.num_ranks)
+
+    def metrics(self, map_TE: Tensor, rank: int) -> dict[str, Any]:
+        """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
+
+        ``slot_load_P`` are pairs by slot, int64 [P].
+        """
+        counts_P, copies_R = self.counts(map_TE, rank)
+        counts_RS = counts_P.reshape(self.num_ranks, -1)
+        load_R, moved_RR = counts_RS.sum(axis=1), self.moved_bytes_RR
+        return {
+            "slot_load_P": counts_P,
+            "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
+            "load_R": load_R,
+            "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
+            "crossing_pairs": int(load_R.sum() - load_R[rank]),
+            "crossing_copies": int(copies_R.sum() - copies_R[rank]),
+        }
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
@@ -201,7 +281,7 @@ class CaseRouter:
         """Where the case's experts stand for batch ``index``."""
         comparison, wanted = self.batches.comparison, self.case.replication
         if wanted is None:
-            return comparison.slots
+            return self.batches.contiguous
         if index not in self._slots:
             counts_BRE = self.batches.native_counts
             slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
@@ -244,10 +324,12 @@ class CaseRouter:
             return None
         for before in range(index):  # In turn: each starts from what those before it left.
             if (layer, before + 1) not in self._loads:
-                shares = (share.of(self.case) for share in self.batches.shares(layer, before))
-                load_RE = torch.stack([self.route(share, None).map_TE.sum(dim=0).double() for share in shares])
+                load_RE = torch.stack(self.batches.of_ranks(self._load_of, layer, before))
                 self._loads[layer, before + 1] = load_RE + self._loads[layer, before] if before else load_RE
         return self._loads[layer, index][rank]
+
+    def _load_of(self, share: Share) -> Tensor:
+        return self.route(share.of(self.case), None).map_TE.sum(dim=0).double()
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``run`` and ``emulate``: time real expert-parallel ranks, or one device that stands in for all of them.
+"""``run``, ``emulate``, ``route``: time real ranks, or one device that stands in for all of them, or route alone.
 
 ``launch`` has torchrun start ranks; each calls ``run``. Before anything is measured, ranks agree that they are doing
 the same thing. Then ``session`` or ``virtual`` measures what is left, comparison by comparison, under a guard and with
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.comparison import RANKS, CaseSpec, Comparison
-from moe_ep_bench.bench.description import describe_timed_run
+from moe_ep_bench.bench.comparison import RANKS, ROUTING, CaseSpec, Comparison
+from moe_ep_bench.bench.description import describe_timed_run, routed_facts, run_json
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.rows import Outcome, write_launch
+from moe_ep_bench.bench.rows import Outcome, identity, write_launch, write_routing
 from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR, brief, naming, progress_bar
 from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.machine import provenance
@@ -108,6 +108,39 @@ def emulate(comparisons: Sequence[Comparison], out: Path, *, force: bool = False
             return _measure(Job(ranks, RunDirectory(out)), comparisons, force=force)
     except ToldError:
         return USER_ERROR
+
+
+def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> RunDirectory:
+    """Route every batch of every comparison of ``config`` by every policy and write the rows; nothing is timed.
+
+    A routing decision needs scores and nothing else, so that a laptop can answer how many experts a batch activates or
+    how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
+    them to real ones. ``on_cpu`` is not applied: a size that is too much work for a CPU's experts is none for routing.
+
+    Args:
+        out: results directory; cases whose rows are in it are not routed again unless ``force``.
+
+    Raises:
+        ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
+    """
+    from moe_ep_bench.bench.traffic import RoutedBatches  # numba takes its time, and is not for ``launch``
+
+    comparisons, directory, cpu = plan(config, overrides, ROUTING), RunDirectory(out), torch.device("cpu")
+
+    def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+        batches, num_batches = RoutedBatches(comparison, cases, cpu), comparison.workload.num_batches
+        with progress_bar(num_batches, "batch", comparison.title) as progress:
+            for index in range(num_batches):
+                batches.route(index)
+                progress.update()
+        facts = {case.case_id: identity(run_id, comparison, case) for case in cases}
+        write_routing(directory, comparison, facts, batches.rows, batches.frontiers)
+
+    def described(run_id: str) -> dict[str, Any]:
+        return run_json(run_id, comparisons, provenance.describe(cpu), routed_facts)
+
+    fill(directory, comparisons, "routing", {"torch": torch.__version__}, described, routed, force=force)
+    return directory
 
 
 def fill(

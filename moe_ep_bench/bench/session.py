@@ -162,10 +162,10 @@ class Session:
         if comparison.context_length:
             most_requests = int(comparison.rank_tokens[:, job.ranks.rank].max())
             self._cache = KeyValueCache(most_requests, comparison.context_length)
-        self.shares = [self._shares(number) for number in range(self.num_batches)]
-        self.inputs = [self._new_input(number) for number in range(self.num_batches)]
         batches = Batches(comparison, self.device)
         self.cases = [Case(CaseRouter(case, batches), self) for case in cases]
+        self.shares = [self._shares(batches, number) for number in range(self.num_batches)]
+        self.inputs = [self._new_input(number) for number in range(self.num_batches)]
         self.replays: Replays | None = None
         self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
@@ -217,13 +217,12 @@ class Session:
             self._reference = reference
         return reference
 
-    def _shares(self, number: int) -> dict[int | None, Share]:
+    def _shares(self, batches: Batches, number: int) -> dict[int | None, Share]:
         """This rank's tokens of a batch in each layer."""
-        rank, shares = self.job.ranks.rank, {}
+        shares = {}
         for layer in self.layers:
             self.job.guard.feed()
-            tokens = self.comparison.rank_batch(layer, number, rank)
-            shares[layer] = Share.of_rank(self.comparison, layer, number, rank, tokens, self.device)
+            shares[layer] = batches.share(layer, number, self.job.ranks.rank)
         return shares
 
     def _new_input(self, number: int) -> Callable[[], Any]:

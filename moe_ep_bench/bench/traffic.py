@@ -1,10 +1,9 @@
 """What all ranks' routing amounts to: in each MoE layer, how many pairs each rank sends to each slot of the experts.
 
-A layer's work on any rank follows from this and from the rank's own tokens. Layers, and in each the ranks, route one
-after another: memory holds one rank's tokens and the counts of all. A layer that stands alone is a model of one MoE
-layer, whose key is None.
+A layer's work on any rank follows from this and from the rank's own tokens. Memory holds the counts of all ranks, and
+the tokens of as many as route side by side. A layer that stands alone is a model of one MoE layer, whose key is None.
 
-Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``bench.slots``), S = rows of a batch-wide policy's
+Shapes: V = cases, R = ranks, T = tokens of one rank, E = experts, P = slots, S = rows of a batch-wide policy's
 statistics.
 """
 
@@ -13,8 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,9 +21,8 @@ from torch import Tensor
 
 from moe_ep_bench.balancers import water_fill
 from moe_ep_bench.bench.comparison import BASELINE, CEILING, NOISE, CaseSpec, Comparison
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, Slots, case_metrics
 from moe_ep_bench.bench.rows import Row
-from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import WaterfillConfig
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -93,6 +90,10 @@ class Traffic:
     lengths_R: list[tuple[int, ...]] | None = None
 
 
+Routed = list[tuple[CaseRouter, Traffic]]
+"""Of every case its router, and what its routing of a batch amounts to."""
+
+
 class RoutedBatches:
     """All ranks' routing of a comparison's batches by cases, worked out batch by batch; what is said of it is kept.
 
@@ -106,108 +107,80 @@ class RoutedBatches:
         self.rows: dict[str, list[Row]] = defaultdict(list)
         self.frontiers: dict[str, list[Row]] = defaultdict(list)
 
-    def route(self, index: int, begin: Callable[[], object] = lambda: None) -> list[tuple[CaseRouter, Traffic]]:
-        """Of every case its router, and what its routing of batch ``index`` amounts to.
+    def route(self, index: int, begin: Callable[[], object] = lambda: None) -> Routed:
+        """Route batch ``index`` by every case.
 
         Args:
             begin: called ahead of each layer of a model.
         """
         comparison = self.comparison
-        baseline = next((router for router in self.routers if router.case.role == BASELINE), None)
-        # Native runs a second time for the noise floor, but routes the same.
-        stand_ins = {router: baseline if baseline and router.case.role == NOISE else router for router in self.routers}
-        distinct = list(dict.fromkeys(stand_ins.values()))
-        layers: dict[int | None, dict[CaseRouter, LayerTraffic]] = {}
+        layers: dict[int | None, list[LayerTraffic]] = {}
         for layer in comparison.workloads:
             if layer is not None:
                 begin()
-            layers[layer] = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct), strict=True))
+            layers[layer] = traffic_of(self.batches, layer, index, self.routers)
             named = {"layer": comparison.row_layer(layer)}
-            for router, stand_in in stand_ins.items():
-                of_layer, case_id = layers[layer][stand_in], router.case.case_id
-                self.rows[case_id] += [row | named for row in of_layer.rows_R]
+            for router, of_layer in zip(self.routers, layers[layer], strict=True):
+                self.rows[router.case.case_id] += [row | named for row in of_layer.rows_R]
                 if of_layer.frontier is not None:
-                    self.frontiers[case_id].append(of_layer.frontier | named)
+                    self.frontiers[router.case.case_id].append(of_layer.frontier | named)
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
+        of_cases = zip(*layers.values(), strict=True)
         return [
-            (router, Traffic(index, {layer: of_cases[stand_in] for layer, of_cases in layers.items()}, lengths_R))
-            for router, stand_in in stand_ins.items()
+            (router, Traffic(index, dict(zip(layers, of_case, strict=True)), lengths_R))
+            for router, of_case in zip(self.routers, of_cases, strict=True)
         ]
 
 
 def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
-    """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads."""
-    model = batches.comparison.model
-    placed = [(router, router.slots(index)) for router in routers]
+    """Route batch ``index`` on all ranks in one layer, by every case, in one pass over the ranks.
+
+    Two where a policy looks at the whole batch: its statistics come first.
+    """
+    comparison, model = batches.comparison, batches.comparison.model
+    slots = [router.slots(index) for router in routers]
     for router in routers:
         router.carried(layer, index, 0)  # worked out before threads ask for it
     stats = _statistics(batches, layer, index, routers)
-    ranks = list(batches.over_ranks(partial(_route_rank, placed, stats), layer, index))
-    pairs = [of_rank.pairs for of_rank in ranks]
-    rank_E = torch.arange(model.num_experts) // (model.num_experts // batches.comparison.ep_size)
-    frontier = None if None in pairs else Frontier.of(pairs, rank_E)
+    is_sorted = comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
+
+    def routed(of_rank: Share) -> tuple[int, list[Row], tuple[Tensor, Tensor] | None]:
+        """Tokens, of every case a row of metrics, and scores and experts of the top-k pairs."""
+        rows = []
+        for router, placed in zip(routers, slots, strict=True):
+            share = of_rank.of(router.case)
+            routing = router.route(share, stats.get(router))
+            rows.append(case_metrics(router.case, routing, share))
+            if not placed.is_contiguous:
+                rows[-1] |= placed.metrics(routing.map_TE, share.rank)
+        pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
+        return of_rank.num_tokens, rows, pairs
+
+    num_tokens_R, rows_RV, pairs_R = zip(*batches.of_ranks(routed, layer, index), strict=True)
+    rank_E = torch.arange(model.num_experts) // (model.num_experts // comparison.ep_size)
+    frontier = Frontier.of(pairs_R, rank_E) if is_sorted else None
     traffic = []
-    for number, (router, slots) in enumerate(placed):
+    for router, placed, rows_R in zip(routers, slots, zip(*rows_RV, strict=True), strict=True):
         fills = isinstance(router.case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
-        rows, num_tokens = [of_rank.rows[number] for of_rank in ranks], [of_rank.num_tokens for of_rank in ranks]
-        of_case = LayerTraffic(num_tokens, slots, stats[number], rows, per_token)
+        of_case = LayerTraffic(list(num_tokens_R), placed, stats.get(router), list(rows_R), per_token)
         traffic.append(replace(of_case, frontier=_frontier_row(frontier, index, router.case, of_case)))
     return traffic
 
 
-def _statistics(batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[Tensor | None]:
-    """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
+def _statistics(
+    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]
+) -> dict[CaseRouter, Tensor]:
+    """What each batch-wide policy's statistics sum up to over all ranks: float64 [S, E]."""
+    with torch.inference_mode():
+        first = batches.share(layer, index, 0)
+        wide = [router for router in routers if router.stats_of(first.of(router.case)) is not None]
 
-    @torch.inference_mode()
-    def stats_of(numbers: Sequence[int], share: Share) -> list[Tensor | None]:
-        return [routers[number].stats_of(share.of(routers[number].case)) for number in numbers]
+    def stats_of(share: Share) -> list[Tensor]:
+        return [router.stats_of(share.of(router.case)) for router in wide]
 
-    first = stats_of(range(len(routers)), next(batches.shares(layer, index)))  # which says who has any
-    sums = [None if stats_SE is None else torch.zeros_like(stats_SE) for stats_SE in first]
-    if wide := [number for number, stats_SE in enumerate(first) if stats_SE is not None]:
-        for of_rank in batches.over_ranks(partial(stats_of, wide), layer, index):
-            for number, stats_SE in zip(wide, of_rank, strict=True):
-                sums[number] += stats_SE
-    return sums
-
-
-class _Routed(NamedTuple):
-    """One rank's tokens: of every case a row of metrics; scores and experts of the top-k pairs, where not too many."""
-
-    num_tokens: int
-    rows: list[Row]
-    pairs: tuple[Tensor, Tensor] | None
-
-
-@torch.inference_mode()
-def _route_rank(placed: Sequence[tuple[CaseRouter, Slots]], stats: Sequence[Tensor | None], of_rank: Share) -> _Routed:
-    rows = []
-    for (router, slots), stats_SE in zip(placed, stats, strict=True):
-        share = of_rank.of(router.case)
-        routing = router.route(share, stats_SE)
-        rows.append(case_metrics(router.case, routing, share))
-        if not slots.is_contiguous:
-            rows[-1] |= slot_metrics(slots, of_rank.rank, routing.map_TE)
-    comparison = placed[0][0].batches.comparison
-    is_sorted = comparison.num_tokens * comparison.model.top_k <= _MOST_FRONTIER_PAIRS
-    pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
-    return _Routed(of_rank.num_tokens, rows, pairs)
-
-
-def slot_metrics(slots: Slots, rank: int, map_TE: Tensor) -> Row:
-    """Those metrics that depend on where experts stand; ``slot_load_P`` are pairs by slot, int64 [P]."""
-    counts_P, copies_R = slots.counts(map_TE, rank)
-    counts_RS = counts_P.reshape(slots.num_ranks, -1)
-    load_R, moved_RR = counts_RS.sum(axis=1), slots.moved_bytes_RR
-    return {
-        "slot_load_P": counts_P,
-        "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
-        "load_R": load_R,
-        "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
-        "crossing_pairs": int(load_R.sum() - load_R[rank]),
-        "crossing_copies": int(copies_R.sum() - copies_R[rank]),
-    }
+    of_ranks = batches.of_ranks(stats_of, layer, index) if wide else []
+    return {router: sum(stats_R) for router, stats_R in zip(wide, zip(*of_ranks, strict=True), strict=False)}
 
 
 def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
@@ -218,7 +191,7 @@ def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic
     if frontier is None or case.role == CEILING or not traffic.slots.is_contiguous:
         return None
     load_E = traffic.counts_RP.sum(axis=0)
-    loads, kept = frontier.curve() if case.role == BASELINE else (None, None)
+    loads, kept = frontier.curve() if case.role in (BASELINE, NOISE) else (None, None)
     return {
         "batch": index,
         "kept_by_load": frontier.kept(int(traffic.rank_pairs.sum(axis=0).max())),

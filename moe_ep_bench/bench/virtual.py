@@ -4,8 +4,8 @@ What is measured is a layer that stands alone, whose key is None, or a whole mod
 few tokens are held against the dense reference (``measured_ranks.SmallLayers``).
 
 For each batch all ranks' routing is worked out first, outside of any layer (``traffic``). Then every rank's run is
-timed (``measured_ranks``) or modelled (``modelled_time``), all cases moments apart and in an order that changes as in
-``run``. Each rank's times are put together over iterations, and ranks are then set side by side with their meetings
+timed (``measured_ranks``), all cases moments apart and in an order that changes as in ``run``, or modelled. Each rank's
+times are put together over iterations, and ranks are then set side by side with their meetings
 (``cost_model.timeline``), where what moves is modelled (``links``) from each layer's own bytes.
 
 Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
@@ -13,7 +13,6 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
-from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
+from moe_ep_bench.bench.traffic import LayerTraffic, Routed, RoutedBatches, Traffic
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
@@ -35,11 +34,10 @@ from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.device import measure_ceilings
-from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
+from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
 
-if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
-    from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+if TYPE_CHECKING:  # It measures by this module.
     from moe_ep_bench.bench.run import Job
 
 # Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
@@ -52,7 +50,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     with device_scope(), torch.inference_mode():
         emulation = Emulation(comparison, cases, job.ranks.device, job.begin)
         if comparison.device is not None:
-            emulation.model()
+            emulation.time(partial(modelled_times, comparison))
             return emulation.outcome()
         from moe_ep_bench.layer.megatron import expert_parallel_groups
 
@@ -64,6 +62,17 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         outcome.unmeasured = {case.case_id: split_reason(reason) for case, reason in failed.items()}
         outcome.conditions = conditions
         return outcome
+
+
+def modelled_times(comparison: Comparison, routed: Routed, begin: Callable[[str], None]) -> list[list[list[RankTime]]]:
+    """What all ranks take of a batch on a device that is not here: of each case and rank one run."""
+    times = []
+    for router, traffic in routed:
+        times.append([])
+        for rank in range(comparison.ep_size):
+            begin(router.case.case_id)
+            times[-1].append([modelled_time(comparison, router, traffic, rank)])
+    return times
 
 
 def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
@@ -173,29 +182,34 @@ class Emulation:
         self.routed.routers = [router for router in self.routed.routers if router.case not in failed]
         return failed
 
-    def model(self) -> None:
-        """Model all batches on a device that is not here."""
+    def time(
+        self,
+        times: Callable[[Routed, Callable[[str], None]], Sequence[Sequence[Sequence[RankTime]]]],
+        is_paced: Callable[[str], bool] = lambda case_id: False,
+    ) -> None:
+        """Take all batches, and set the ranks of each side by side.
+
+        Args:
+            times: of a batch, what each case takes on each rank, run by run.
+            is_paced: whether a case's host sets its pace where it is the slower (``timer.timed``).
+        """
         for index in range(self.num_batches):
-            for router, traffic in self._route(index):
-                times = []
-                for rank in range(self.num_ranks):
-                    self.begin(router.case.case_id)
-                    times.append([modelled_time(self.comparison, router, traffic, rank)])
-                self._store(router, times, traffic)
+            routed = self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
+            for (router, traffic), times_R in zip(routed, times(routed, self.begin), strict=True):
+                self._store(router, times_R, traffic, paced=is_paced(router.case.case_id))
 
     def measure(self) -> dict[str, Any]:
-        """Time all batches; return the conditions under which that was done."""
+        """Time all batches on the device that is here; return the conditions under which that was done."""
         from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 
         settings = self.comparison.experiment.measure
         ceilings = measure_ceilings(self.device, DTYPES[self.comparison.experiment.layer.dtype])
         free_memory(self.device)  # over 2 GiB on a GPU
-        timer = MeasuredRanks(self.comparison, self.device)
+        ranks = MeasuredRanks(self.comparison, self.device)
         with watched_machine(self.device, ceilings) as here:
-            for index in range(self.num_batches):
-                self._measure_batch(index, timer)
+            self.time(ranks.times, ranks.is_paced)
         return {
-            "waiting": sorted(timer.watch.waiting),
+            "waiting": sorted(ranks.watch.waiting),
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
         }
@@ -214,34 +228,7 @@ class Emulation:
                 row["reference_error"] = self.errors.get((case.case_id, row["layer"])) if row["batch"] == 0 else None
         return Outcome(steps=steps, columns=self.columns, times=times, rows=rows, frontiers=self.routed.frontiers)
 
-    # ---- one batch ---------------------------------------------------------------------------------------------------
-
-    def _measure_batch(self, index: int, here: MeasuredRanks) -> None:
-        """Run the measuring loop on one batch, rank after rank; the last rounds count."""
-        from moe_ep_bench.bench.measured_ranks import RankCase
-
-        settings, layers = self.comparison.experiment.measure, list(self.comparison.workloads)
-        routed, times = self._route(index), defaultdict(list)
-
-        def keep(number: int, step: Step, rank_time: RankTime) -> None:
-            if step.iteration >= settings.fewest_rounds - settings.iterations:
-                times[number, step.rank].append(rank_time)
-
-        for iteration in range(settings.fewest_rounds):
-            ranks = zip(*(self.routed.batches.shares(layer, index) for layer in layers), strict=True)
-            for rank, shares in enumerate(ranks):
-                of_rank = dict(zip(layers, shares, strict=True))
-                turns = [RankCase(here, router, traffic, rank, of_rank) for router, traffic in routed]
-                measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
-                if self.device.type == "cuda" and index == iteration == 0:  # which warms up
-                    here.note_waiting(turns, self.begin)
-        for number, (router, traffic) in enumerate(routed):
-            times_R = [times[number, rank] for rank in range(self.num_ranks)]
-            paced = self.device.type == "cuda" and router.case.case_id not in here.watch.waiting
-            self._store(router, times_R, traffic, paced=paced)
-
-    def _route(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
-        return self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
+    # ---- ranks side by side ------------------------------------------------------------------------------------------
 
     def _store(
         self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic, *, paced: bool = False

@@ -98,7 +98,7 @@ def _is_rank() -> bool:
 
 
 def _dry_run(options: Namespace, backend: str, num_ranks: int | None = None) -> int:
-    from moe_ep_bench.bench.dry_run import dry_run
+    from moe_ep_bench.bench.plan import dry_run
 
     return dry_run(options.config, options.overrides, backend, num_ranks, getattr(options, "point", None))
 
@@ -174,7 +174,7 @@ def _route(options: Namespace) -> int:
         return _dry_run(options, "routing")
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.show import end_of_run
-    from moe_ep_bench.bench.route import route
+    from moe_ep_bench.bench.run import route
 
     root = route(options.config, _out(options), options.overrides, force=options.force).root
     print(end_of_run(root))

@@ -160,7 +160,7 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
     """Pairs of each slot, and tokens with a pair on each rank.
 
     Args:
-        slot_N, first_E, pairs_E, before_E: of ``bench.slots.Split``, the last of this rank.
+        slot_N, first_E, pairs_E, before_E: of ``bench.routing.Slots``, the last of this rank.
 
     Returns:
         int64 [P] and [R].

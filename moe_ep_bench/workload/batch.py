@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,27 +118,30 @@ class Workload(ABC):
         """Return batch ``index``, 0 to ``num_batches - 1``."""
         return self.rank_batch(index, 0, 1)
 
-    def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
-        """Make one rank's tokens of batch ``index`` and no others."""
-        return next(self.rank_batches(index, num_ranks, [rank]))
+    def solve(self, index: int) -> None:
+        """Work out what all rows of batch ``index`` share, ahead of making it.
 
-    def rank_batches(self, index: int, num_ranks: int, ranks: Iterable[int] | None = None) -> Iterator[TokenBatch]:
-        """Yield the tokens of some ranks, or of all, rank by rank: one rank's are held at a time.
+        Raises:
+            ValueError: the batch cannot meet its targets.
+        """
+        next(self.make_scores(index, [Run(0, 1)]))
+
+    def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
+        """Make one rank's tokens of batch ``index`` and no others.
 
         Raises:
             IndexError: no such batch.
         """
         start_S, start_P, rank_P = self._dealt(index, num_ranks)
-        sequence_P = np.searchsorted(start_S, start_P[:-1], side="right") - 1
-        for rank in range(num_ranks) if ranks is None else ranks:
-            pieces = np.flatnonzero(rank_P == rank)
-            sequence_id_T = np.repeat(sequence_P[pieces], np.diff(start_P)[pieces])
-            scores_TE = np.empty((len(sequence_id_T), self.num_experts), dtype=np.float32)
-            first = 0
-            for rows_TE in self.make_scores(index, runs_of(pieces, start_P)):
-                scores_TE[first : first + len(rows_TE)] = rows_TE
-                first += len(rows_TE)
-            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+        pieces = np.flatnonzero(rank_P == rank)
+        sequence_P = np.searchsorted(start_S, start_P[pieces], side="right") - 1
+        sequence_id_T = np.repeat(sequence_P, np.diff(start_P)[pieces])
+        scores_TE = np.empty((len(sequence_id_T), self.num_experts), dtype=np.float32)
+        first = 0
+        for rows_TE in self.make_scores(index, runs_of(pieces, start_P)):
+            scores_TE[first : first + len(rows_TE)] = rows_TE
+            first += len(rows_TE)
+        return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
 
     def tokens_of_ranks(self, index: int, num_ranks: int) -> NDArray[np.int64]:
         """Count the tokens that each rank gets of batch ``index``: int64 [R]."""

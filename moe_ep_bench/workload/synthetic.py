@@ -237,11 +237,6 @@ class SyntheticWorkload(Workload):
         strength = solving.solve_strength(lambda by: loads(by * popularity_E), self.peak_load, num_tokens, most)
         return strength * popularity_E
 
-    def solve(self, index: int) -> None:
-        """Solve for the targets of batch ``index`` ahead of making it. Raises ValueError: it cannot meet them."""
-        if self.pattern is None:
-            self._recipe(index)
-
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:

@@ -1,0 +1,268 @@
+"""Numbers of docs/ that come from results/reference: each sentence below is made of its CSV, and stands in its page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moe_ep_bench.analysis.quality import claims as of_checkpoints
+from moe_ep_bench.analysis.quality import read_quality
+
+ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "results" / "reference"
+FACTORS = ("2.0", "1.5", "1.0")
+
+
+@cache
+def table(name: str) -> pd.DataFrame:
+    return pd.read_csv(REFERENCE / f"{name}.csv")
+
+
+def cell(name: str, query: str, column: str) -> float:
+    """The one number of a CSV's column where a condition holds."""
+    (value,) = table(name).query(query)[column].unique()
+    return value
+
+
+def slashed(values: Iterable[float], form: str = ".2f") -> str:
+    return " / ".join(f"{value:{form}}" for value in values)
+
+
+# ---- docs/papers.md --------------------------------------------------------------------------------------------------
+
+
+def claims(config: str, policy: str, metric: str, more: str = "") -> pd.DataFrame:
+    """Rows of claims of policies whose label matches a pattern; of native where that is empty."""
+    rows = table("papers-modelled").query(f"config == '{config}' and metric == '{metric}' {more}")
+    return rows[rows["policy"].fillna("").str.fullmatch(policy)]
+
+
+def ours(config: str, policy: str, metric: str = "speedup", more: str = "") -> float:
+    """Under the traffic that was named beforehand."""
+    return claims(config, policy, metric, more).query("primary")["ours"].mean()
+
+
+def reach(config: str, policy: str, metric: str = "speedup", more: str = "", column: str = "ours") -> tuple[str, str]:
+    """The least and the greatest under any traffic."""
+    values = claims(config, policy, metric, more)[column]
+    return f"{values.min():.2f}", f"{values.max():.2f}"
+
+
+def token_drop(model: str) -> tuple[str, str, str]:
+    """Figure 4: three factors under the named traffic, the least and the greatest under any."""
+    config = "capacity-figure4-qwen" if model == "Qwen1.5-MoE" else "capacity-figure4"
+    of = f"and source == 'Figure 4, {model}'"
+    named = slashed(ours(config, f"token_drop capacity_factor={factor}", more=of) for factor in FACTORS)
+    return named, *reach(config, r"token_drop .*", more=of)
+
+
+def errors(model: str = "") -> pd.Series:
+    figure = table("papers-modelled").query("primary and config.str.startswith('capacity-figure4')")
+    return figure[figure["source"].str.startswith(f"Figure 4, {model}")]["difference"]
+
+
+def measured(run: str) -> str:
+    rows = "metric == 'speedup' and policy == 'token_drop capacity_factor="
+    return slashed(cell(f"{run}-emulated/claims", f"{rows}{factor}'", "ours") for factor in FACTORS)
+
+
+def of_papers() -> list[str]:
+    olmoe, lite, mixtral, qwen = map(token_drop, ("OLMoE", "DeepSeek-V2-Lite", "Mixtral-8x7B", "Qwen1.5-MoE"))
+    wholes = [("whole-capacity-mixtral", "and source.str.contains('one expert')"), ("whole-capacity-qwen", "")]
+    at_15 = [ours(config, "token_drop capacity_factor=1.5", more=more) for config, more in wholes]
+    most_at_15 = max(reach(config, r"token_drop .*", more=more)[1] for config, more in wholes)
+    half = "token_drop capacity_factor=0.5", "speedup", "and source == 'OLMoE'"
+    device = "expanded_drop capacity_factor=1.0 granularity=device"
+    least, most = reach("whole-capacity-qwen3", device)[0], reach("capacity-qwen3", device)[1]
+    batch = "and comparison.str.contains(' 16 tokens')"
+    vanilla = ours("oea-table3", "native", "time_us", batch), claims("oea-table3", "native", "time_us", batch)["ours"]
+    counts = claims("oea-table3", "native", "num_activated")
+    activated = counts[counts["comparison"].str.contains(" 16 tokens")]
+    steps = [f"num_tokens == 16 and label == 'oea k0={k0}'" for k0 in range(3, 8)]
+    graph = [1 / cell("h100/decode_graph", step, "over_topk_median") for step in steps]
+    most_k0 = {"oea-table3": 7, "oea-table5": 6}
+    oea = [
+        [f"{ours(config, f'oea k0={k0}', 'time', batch):.2f}" for k0 in (3, most)] for config, most in most_k0.items()
+    ]
+    tables10 = claims("capacity-table10", "token_drop .*", "speedup").query("primary")["ours"]
+    laser = "laser eps_high=.* c="
+    cuts = [ours("laser-mixtral", f"{laser}{c}", "imbalance_cut") for c in range(3, 7)]
+    lite_cuts = [ours("laser-deepseek", f"{laser}{c}", "imbalance_cut") for c in (8, 10)]
+    dropped = claims("capacity-experts-per-gpu", "token_drop .*", "dropped_fraction")["ours"]
+
+    def to(pair: Iterable[str]) -> str:
+        return " to ".join(pair)
+
+    return [
+        f"| {mixtral[0]} (to {mixtral[2]}) |",
+        f"| {olmoe[0]} ({to(olmoe[1:])}) |",
+        f"| {lite[0]} ({to(lite[1:])}) |",
+        f"| {qwen[0]} (to {qwen[2]}) |",
+        f"| {at_15[0]:.2f}; {at_15[1]:.2f} (to {most_at_15}) |",
+        f"| {ours('whole-capacity', *half):.2f} ({to(reach('whole-capacity', *half))}) |",
+        f"| {ours('capacity-qwen3', device):.2f}; {ours('whole-capacity-qwen3', device):.2f} ({least} to {most}) |",
+        f"| {vanilla[0]:.0f} ({vanilla[1].min():.0f} to {vanilla[1].max():.0f}) |",
+        *(f"| {to(pair)} |" for pair in oea),
+        f"| {tables10.min():.2f} to {tables10.max():.2f} ({to(reach('capacity-table10', 'token_drop .*'))}) |",
+        f"| {to(reach('whole-xshare', 'xshare k0=1.*', 'time'))} |",
+        f"| {to(reach('whole-xshare', 'xshare k0=0.*', 'time'))} |",
+        f"| {to(reach('xshare-table4', 'xshare .*', 'time'))} |",
+        f"off by {errors().abs().mean():.2f} on average, without Mixtral by "
+        f"{errors()[~table('papers-modelled')['source'].str.contains('Mixtral')].abs().mean():.2f}: "
+        f"DeepSeek-V2-Lite {errors('DeepSeek').mean():+.2f}, Mixtral {errors('Mixtral').mean():+.2f}, "
+        f"OLMoE {errors('OLMoE').mean():+.2f}, Qwen1.5-MoE {errors('Qwen').mean():+.2f}.",
+        f"OLMoE {measured('olmoe-h200')} (H200), DeepSeek-V2-Lite {measured('deepseek-v2-lite-h100')} (H100)",
+        f"**{slashed(graph)}** of `topk`'s",
+        f"| {100 * dropped.min():.1f} (to {100 * dropped.max():.1f}); "
+        f"{100 * ours('capacity-figure4', 'token_drop .*', 'dropped_fraction'):.1f} |",
+        f"| {activated.query('primary')['ours'].item():.1f} ({activated['ours'].min():.1f} to "
+        f"{activated['ours'].max():.1f}) | the paper's batches vary up to 16 tokens; 8 give "
+        f"{counts.query('primary')['ours'].min():.1f} |",
+        f"| {min(cuts):.2f} to {max(cuts):.2f} ({to(reach('laser-mixtral', f'{laser}[3-6]', 'imbalance_cut'))}) |",
+        f"| {lite_cuts[0]:.2f}, {lite_cuts[1]:.2f} at c = 8, 10 "
+        f"({to(reach('laser-deepseek', f'{laser}(8|10)', 'imbalance_cut'))}) |",
+    ]
+
+
+# ---- docs/balancing.md -----------------------------------------------------------------------------------------------
+
+DOMAINS = ("intent", "summary", "translation")
+LITE = [f"DeepSeek-V2-Lite, {domain}, 256 a rank" for domain in DOMAINS]
+PREFILL = (*LITE, "GPT-OSS-20B, mixed, 1,024 a rank")
+DECODE = "GPT-OSS-20B, decode, 32 a rank"
+POWER_LAW = {tokens: f"gpt-oss-120b, power law 1.2, {tokens} a rank" for tokens in ("2,048", "16,384")}
+TRAFFIC = {
+    "DeepSeek-V2-Lite intent, 256": LITE[0],
+    "GPT-OSS-20B, 1,024": PREFILL[-1],
+    "GPT-OSS-20B decode, 32": DECODE,
+    **{f"power law 1.2, {tokens}": traffic for tokens, traffic in POWER_LAW.items()},
+}
+BALANCE, BY_DEVICE = "native, balanced scores", "token_drop capacity_factor=1.0 granularity=device"
+EPLB, VARIANCE = "EPLB, 1 spare per rank", "variance plan, 1 spare per rank"
+ULTRA = [f"UltraEP ({solve_us} us to solve), 4 spare per rank" for solve_us in (0, 100)]
+LP = [f"EPLB + LP ({solve_us} us to solve), 1 spare per rank" for solve_us in (0, 100)]
+FEWEST = [f"EPLB + fewest activated ({solve_us} us to solve), 1 spare per rank" for solve_us in (0, 10, 100)]
+BUDGET = [f"budget_drop max_lost_mass={mass}" for mass in (0.01, 0.05)]
+
+
+def lossless(traffic: str) -> pd.DataFrame:
+    rows = table("lossless").query("traffic == @traffic").set_index("label")
+    return rows.assign(lost=1 - rows["retained_mass"])
+
+
+def speed(traffic: str, label: str, *, star: bool = True, lost: bool = False, ends: bool = False) -> str:
+    """A candidate's speedup as the page writes it: starred where it is no verdict, the mass lost, its interval."""
+    row = lossless(traffic).loc[label]
+    words = f"{row['speedup_median']:.2f}" + r"\*" * (star and row["verdict"] not in ("faster", "slower"))
+    words += f" ({100 * row['lost']:.1f} %)" * lost
+    return words + f" [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]" * ends
+
+
+def best_drop(traffic: str) -> str:
+    rows = lossless(traffic)
+    return rows[rows.index.str.contains("drop") & (rows["lost"] <= 0.05)]["speedup_median"].idxmax()
+
+
+def extremes(values: Iterable[float], form: str = ".2f") -> str:
+    values = [f"{value:{form}}" for value in values]
+    return f"{min(values, key=float)} to {max(values, key=float)}"
+
+
+def fullest(planned_on: str, served: str) -> tuple[float, float, float]:
+    """Of a rank, natively, by EPLB and by variance: the page's last table."""
+    page = (REFERENCE / "lossless.md").read_text()
+    (row,) = re.findall(rf"^\| {planned_on} \| {served} \| (.*) \|$", page, re.MULTILINE)
+    return tuple(map(float, row.split(" | ")))
+
+
+def of_balancing() -> list[str]:
+    rows = []
+    for name, traffic in TRAFFIC.items():
+        ultra = "-" if traffic == DECODE else ", ".join(speed(traffic, label) for label in ULTRA)
+        plans = ", ".join(speed(traffic, label) for label in (EPLB, VARIANCE))
+        drops = [speed(traffic, label, lost=True) for label in (BY_DEVICE, best_drop(traffic))]
+        rows.append(f"| {name} | {speed(traffic, BALANCE)} | {plans} | {ultra} | {' | '.join(drops)} |")
+    medians = [lossless(traffic)["speedup_median"].round(2) for traffic in PREFILL]
+    filled = [lossless(traffic).loc["shared experts by water-filling", "speedup_median"] for traffic in LITE]
+    gib = [lossless(traffic).loc[VARIANCE, "extra_gib_per_rank"] for traffic in PREFILL]
+    small = [lossless(traffic).loc[label, "speedup_median"] for traffic in LITE for label in BUDGET]
+    by_expert = [lossless(traffic).loc["token_drop capacity_factor=1.0"] for traffic in PREFILL]
+    domains = [f"deepseek-v2-lite-{domain}" for domain in DOMAINS]
+    others = [fullest(planned, served) for planned in domains for served in domains if planned != served]
+    own, three = [fullest(domain, domain) for domain in domains], [fullest("all three domains", one) for one in domains]
+    flash = fullest("gpt-oss-20b-mixed", "gpt-oss-20b-mixed")
+    llep = claims("llep-figure4", "LLEP .*", "speedup").query("source.str.contains('in')")
+    more = llep["ours"] / llep["paper_low"] - 1
+    balanced = ours("llep-figure4", "LLEP .*", more="and source == 'Figure 4, balanced'")
+    ultra = "ultraep-imbalance", "UltraEP .*", "rank_imbalance"
+    metro = [1 - claims("metro-decode", rf".*\({solve_us} us.*", "time")["ours"] for solve_us in (0, 10)]
+    fewer = 1 - 1 / claims("metro-decode", "EPLB, .*", "activated_experts")["ours"]
+    moved, wins = [speed(POWER_LAW[tokens], label, ends=True) for tokens, label in zip(POWER_LAW, ULTRA, strict=True)]
+    dropped, loses = [speed(traffic, BUDGET[1], ends=True) for traffic in POWER_LAW.values()]
+    lp = PREFILL[-1], LP[0]
+    return [
+        *rows,
+        f"after SGLang: {extremes(filled)} |",
+        f"within {extremes(of[BALANCE] - of[VARIANCE] for of in medians)} of balance for {min(gib):.2f} to "
+        f"{max(gib):.1f} GiB",
+        f"gains {extremes(of[BY_DEVICE] - of[VARIANCE] for of in medians)} more, without memory",
+        f"a fullest rank of {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}), on its "
+        f"own {extremes(row[1] for row in own)}, on three together {extremes(row[1] for row in three)}; `variance` on "
+        f"three {extremes(row[2] for row in three)}.",
+        f"dropping 4.9 % gains {dropped}, as much as moving weights at best, {moved}; at 16,384 moving weights wins, "
+        f"{wins} against {loses}.",
+        f"it makes a layer slower ({extremes(small)}).",
+        f"{extremes((row['speedup_median'] for row in by_expert), '.1f')} in prefill, for "
+        f"{extremes((100 * row['lost'] for row in by_expert), '.0f')} %.",
+        f"(GPT-OSS: {speed(*lp, star=False)} against {speed(PREFILL[-1], EPLB)})",
+        "`activated` {} at 0 us, {} at 10, {} at 100.".format(*(speed(DECODE, label) for label in FEWEST)),
+        f"{100 * more.min():.0f} to {100 * more.max():.0f} % more: {extremes(llep['ours'])} (16 slots); balanced "
+        f"{100 * (1 - balanced / 1.07):.0f} % less: {balanced:.2f} |",
+        f"holds on drawn loads: {' to '.join(reach(ultra[0], 'native', ultra[2]))}, {' to '.join(reach(*ultra))} (EP",
+        f"a layer by {extremes(100 * metro[0], '.0f')} % at 0 us, {extremes(100 * metro[1], '.0f')} % at 10; "
+        f"{extremes(100 * fewer, '.0f')} % fewer experts |",
+        f"| {100 * (1 - flash[2] / flash[1]):.0f} %: {flash[2]:.2f} against {flash[1]:.2f} |",
+    ]
+
+
+# ---- docs/quality.md -------------------------------------------------------------------------------------------------
+
+
+def of_quality() -> list[str]:
+    found = of_checkpoints(read_quality(REFERENCE / "quality-small-2cpu")).set_index(["better", "worse"])
+    alone = of_checkpoints(read_quality(REFERENCE / "quality-small-seed0"))
+    verdicts, numbers = found["verdict"].value_counts(), {4: "four"}
+    pairs = {
+        ("token_drop 1.0", "token_drop 1.0 order"): "order ({})",
+        ("token_drop 1.0", "token_drop 1.0 random"): "random ({})",
+        ("expanded_drop 1.0", "token_drop 1.0"): "Token Drop ({})",
+        ("oea k0=1", "pruned k0=1"): "pruning ({})",
+        ("laser eps_high=0.9 t_fix=0.5 c=8", "load_only"): "alone ({})",
+    }
+    costs = [found.loc[pair] for pair in pairs]
+    return [
+        f"Of {len(found)} pairs of cases in {found['claim'].nunique()} claims {verdicts['holds']} hold and "
+        f"{numbers[verdicts['inconclusive']]} are inconclusive",
+        *(
+            words.format(f"{row['worse_costs_more']:.4f} ± {row['half_width']:.4f}")
+            for words, row in zip(pairs.values(), costs, strict=True)
+        ),
+        f"Of all {len(alone)} pairs of the config, on seed 0 alone, "
+        f"{numbers[(alone['verdict'] == 'does not hold').sum()]} do not hold",
+    ]
+
+
+# ---- what every page says --------------------------------------------------------------------------------------------
+
+SAID = {"papers": of_papers, "balancing": of_balancing, "quality": of_quality}
+SENTENCES = [(page, sentence) for page, sentences in SAID.items() for sentence in sentences()]
+
+
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES)
+def test_a_page_says_what_its_csv_says(page: str, sentence: str) -> None:
+    assert sentence in " ".join((ROOT / "docs" / f"{page}.md").read_text().split())

@@ -42,12 +42,12 @@ from moe_ep_bench.timing.statistics import (
     judge,
 )
 
-# Of run.json's ``environment``; of its ``comparisons``, what the same config may have become on another machine.
-_ENVIRONMENT = (
+# What may move times, of a job's ``environment`` and of a comparison's facts.
+_CONDITIONS = (
     *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
-    *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables"),
+    *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
+    *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
 )
-_LAYER = ("backend", "experts", "permute", "kernel", "cuda_graph", "oversubscribed", "links", "device")
 # What ``judge`` says of a ratio above or below the floor, in words for a time and for a speedup.
 _WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster": "higher", "slower": "lower"}}
 _SAME = ("no difference", BELOW_MODEL)
@@ -111,7 +111,7 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
         if why := _uncontrolled(row, natives.get(row["comparison_id"], {})):
             row |= {"time_verdict": "inconclusive", "why": why}
         row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
-    return Change(base, new, pd.DataFrame(rows), _differences(*map(_recorded, stores)), limit)
+    return Change(base, new, pd.DataFrame(rows), _differences(*map(_conditions, stores)), limit)
 
 
 # ---- two runs side by side -------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
         if missing(status := row[f"status_{run}"]):
             return f"only in {next(other for key, other in runs.items() if key != run)}"
         if status != "ok":
-            lost.append(f"{status} in {name}: {' '.join((row[f'reason_{run}'] or 'no reason recorded').split())}")
+            lost.append(f"{status} in {name}: {' '.join(row[f'reason_{run}'].split())}")
     return "; ".join(lost) or None
 
 
@@ -204,15 +204,14 @@ def _uncontrolled(row: Row, native: Row) -> str | None:
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-def _recorded(store: Store) -> dict[str, dict[str, str]]:
-    """What was recorded of each comparison, by ``_ENVIRONMENT`` and ``_LAYER``; of all jobs that measured it."""
+def _conditions(store: Store) -> dict[str, dict[str, str]]:
+    """What was recorded of each comparison, by ``_CONDITIONS``; of several jobs that measured it the last one's."""
     found = {}
     for one in store.comparisons:
-        measured = {launch.run_id for launch in one.conditions.values()}
-        told = [job.environment for run_id, job in one.run.runs.items() if run_id in measured or not measured]
-        told.append({key: value for key, value in one.facts.model_dump(mode="json").items() if key in _LAYER})
-        said = {key: {_text(job[key]) for job in told if job.get(key) is not None} for key in (*_ENVIRONMENT, *_LAYER)}
-        found[one.comparison_id] = {key: " and ".join(sorted(texts)) for key, texts in said.items() if texts}
+        measured = [launch.run_id for launch in one.conditions.values()]
+        job = one.run.runs.get(measured[-1] if measured else one.run.run_id)
+        told = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
+        found[one.comparison_id] = {key: _text(told[key]) for key in _CONDITIONS if told.get(key) is not None}
     return found
 
 
@@ -228,8 +227,7 @@ def _differences(
     """``Change.differences``; what a run did not record differs from nothing."""
     return {
         name: {key: (said, now[name][key]) for key, said in old[name].items() if now[name].get(key, said) != said}
-        for name in old
-        if name in now
+        for name in old.keys() & now.keys()
     }
 
 

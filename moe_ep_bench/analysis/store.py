@@ -309,7 +309,7 @@ def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
             reason = None
             if row.status != "ok":
                 reason = f"launch {row.launch + 1}: " if len(parts) > 1 else ""
-                reason += row.reason if isinstance(row.reason, str) else "no reason was recorded"
+                reason += row.reason
             if statuses.get(row.case_id, ("ok", None))[0] == "ok":
                 statuses[row.case_id] = row.status, reason
     return statuses

@@ -183,7 +183,7 @@ def _title(facts: pd.Series) -> str:
 
 def _reasons(rows: pd.DataFrame) -> pd.Series:
     """Why each case was not measured; None where it was."""
-    words = rows["status"] + ": " + rows["reason"].fillna("no reason was recorded").astype(str)
+    words = rows["status"] + ": " + rows["reason"].astype(str)
     short = words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ..."))
     return short.astype(object).where(rows["status"] != "ok", None)
 

@@ -50,7 +50,7 @@ def statuses(change) -> tuple[int, int]:
 
 
 def verdicts(cases) -> dict[str, str]:
-    return {label: row["time_verdict"] for label, row in cases.items()}
+    return {label: row["verdict"] for label, row in cases.items()}
 
 
 # ---- the statistic --------------------------------------------------------------------------------------------------
@@ -115,7 +115,6 @@ def test_launch_part_is_students_interval_of_two_samples():
 def test_a_run_against_itself_shows_no_difference_anywhere(base):
     change, cases = compared(base, base, 0.01)
     assert set(verdicts(cases).values()) == {"no difference"}
-    assert {row["speedup_verdict"] for row in cases.values()} == {"no difference", None}, "native has no speedup"
     assert cases[DROP]["floor"] == pytest.approx(1, abs=0.01)
     assert [cases[label]["outcome"] for label in (DROP, "topk", "native")] == ["passed", "passed", None]
     assert statuses(change) == (0, 0)
@@ -125,12 +124,11 @@ def test_a_run_against_itself_shows_no_difference_anywhere(base):
 def test_a_planted_change_is_found_in_that_case_and_nowhere_else(base, tmp_path, factor):
     new = run_of(tmp_path / "new", seed=1, drop={"speedup": 1.5 / factor})
     change, cases = compared(base, new)
-    word, of_speedup = ("slower", "lower") if factor > 1 else ("faster", "higher")
+    word = "slower" if factor > 1 else "faster"
     assert {label for label, verdict in verdicts(cases).items() if verdict == word} == {DROP}
     drop = cases[DROP]
-    assert drop["speedup_verdict"] == of_speedup
-    assert drop["time_low"] < drop["time_ratio"] < drop["time_high"]
-    assert (drop["time_ratio"], 1 / drop["speedup_ratio"]) == pytest.approx((factor, factor), abs=0.005)
+    assert drop["change_low"] < drop["change_ratio"] < drop["change_high"]
+    assert drop["change_ratio"] == pytest.approx(factor, abs=0.005)
     assert drop["median_ms_new"] / drop["median_ms_base"] == pytest.approx(factor, abs=0.005)
     assert statuses(change) == ((1, 1) if factor > 1 else (0, 0))
     assert statuses(compared(base, new, 0.06)[0]) == (0, 0), "beyond noise, and within the limit"
@@ -141,28 +139,18 @@ def test_a_machine_that_became_slower_makes_no_case_slower(base, tmp_path):
     new = run_of(tmp_path / "new", seed=1, native_us=2000 * 1.1)
     change, cases = compared(base, new)
     assert verdicts(cases)["native"] == "slower"
-    assert verdicts(cases)[DROP] == verdicts(cases)["topk"] == "inconclusive"
-    assert re.match(r"native changed by \+(9|10)\.\d %: perhaps the machine", cases[DROP]["why"])
-    assert cases[DROP]["speedup_verdict"] not in ("lower", "higher")
+    assert verdicts(cases)[DROP] == verdicts(cases)["topk"] == "no difference"
+    assert cases["native"]["change_ratio"] == pytest.approx(1.1, abs=0.01)
     assert statuses(change) == (0, 3)
     assert "warning: native itself became slower (+" in compare_text(change)
 
 
-@pytest.mark.parametrize(
-    ("native_us", "speedup", "verdict", "status"),
-    [
-        (2000 * 1.1, 1.5 / 1.1, "slower", 1),  # It lost more than the machine.
-        (2000 / 1.1, 1.5 / 1.1, "inconclusive", 1),  # It did not follow a faster native.
-        (2000 / 1.1, 1.5, "inconclusive", 0),  # It did.
-        (2000, 1.5 * 1.1, "faster", 0),
-    ],
-)
-def test_a_case_whose_speedup_fell_fails(base, tmp_path, native_us, speedup, verdict, status):
-    new = run_of(tmp_path / "new", seed=1, native_us=native_us, drop={"speedup": speedup})
+def test_a_case_that_did_not_follow_a_faster_native_fails_though_it_takes_as_long(base, tmp_path):
+    new = run_of(tmp_path / "new", seed=1, native_us=2000 / 1.1, drop={"speedup": 1.5 / 1.1})
     change, cases = compared(base, new)
-    assert cases[DROP]["time_verdict"] == verdict
-    assert cases[DROP]["speedup_verdict"] == ("lower" if status else "higher" if speedup > 1.5 else "no difference")
-    assert exit_status(change) == status
+    assert cases[DROP]["median_ms_new"] == pytest.approx(cases[DROP]["median_ms_base"], rel=0.01)
+    assert cases[DROP]["verdict"] == "slower"
+    assert exit_status(change) == 1
 
 
 @pytest.mark.parametrize(
@@ -193,7 +181,7 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
         runs.append(run_of(tmp_path / name, cases=cases, noise=0.0, num_iterations=1))
     change, cases = compared(*runs)
     assert cases[DROP]["floor"] == pytest.approx(1.0570, abs=1e-3)
-    assert (cases[DROP]["time_verdict"], cases[DROP]["outcome"]) == (verdict, outcome)
+    assert (cases[DROP]["verdict"], cases[DROP]["outcome"]) == (verdict, outcome)
     (row,) = (line for line in compare_text(change).splitlines() if line.startswith(DROP))
     assert "  5.7  " in row
 
@@ -201,7 +189,7 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
 def test_the_whole_interval_excludes_a_loss(base, tmp_path):
     new = run_of(tmp_path / "new", noise=0.1, seed=3)
     _, cases = compared(base, new, None)
-    between = (max(cases[DROP]["time_ratio"], 1) + cases[DROP]["time_high"]) / 2 - 1
+    between = (max(cases[DROP]["change_ratio"], 1) + cases[DROP]["change_high"]) / 2 - 1
     assert [compared(base, new, limit)[1][DROP]["outcome"] for limit in (between, 0.5)] == ["open", "passed"]
 
 
@@ -262,9 +250,9 @@ def test_json_and_text_say_what_the_exit_status_says(base, tmp_path, capsys):
     assert main(["compare", str(base), str(new), "--fail-over", "3%", "--json"]) == 1
     rows = {row["label"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert [rows[label]["outcome"] for label in (DROP, "topk", "native")] == ["slower", "passed", None]
-    assert rows[DROP]["time_ratio"] == pytest.approx(1.2, abs=0.01)
+    assert rows[DROP]["change_ratio"] == pytest.approx(1.2, abs=0.01)
     assert main(["compare", str(base), str(new)]) == 0
     text = capsys.readouterr().out
     assert "2 policies: 1 slower, 0 faster, 1 no difference, 0 inconclusive" in text
     (row,) = (line for line in text.splitlines() if line.startswith(DROP))
-    assert re.search(r"\+(19|20)\.\d \[\+\d.*slower.*-1[67]\.\d \[.*lower +25\.0 +80\.0$", row)
+    assert re.search(r"1\.[45]\d+ +1\.2\d+ +\+(19|20)\.\d \[\+\d.*slower +25\.0 +80\.0$", row)

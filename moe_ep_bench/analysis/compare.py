@@ -1,19 +1,16 @@
 """Compare two runs of the same cases: what became slower, what faster, what cannot be told. A gate for CI.
 
-Cases are paired by case id, a hash of all that defines them. Of each pair the time of the layer, or of a whole model's
-pass, is compared, and the speedup over native. Two jobs share no moment; ``timing.statistics`` says how a change is
-estimated all the same. Each change is held against the noise floors of both runs, by which native differs from itself.
-
-No interval of a time shows that the whole machine was slower. Native is the control: a case is slower only where native
-is unchanged, or where the case's speedup over native, whose pairs ran moments apart, fell as well. Native has no
-control; its change is reported as the machine's or that of code that all cases share.
-
-Another driver, package or clock moves native too, so it takes no verdict away; what differs is named.
+Cases are paired by case id, a hash of all that defines them. Two jobs share no moment, and no interval of a time shows
+that the whole machine was slower. Native is the control: of a case the *change* is that of its time over native's,
+whose pairs ran moments apart in each job; of native, which has none, that of its time, the machine's or that of code
+that all cases share. ``timing.statistics`` says how a change is estimated. It is held against the noise floors of both
+runs, by which native differs from itself. Another driver, package or clock moves native too, so it takes no verdict
+away; what differs is named.
 
 The gate asks of every policy: is it surely slower than the limit allows? ``slower`` needs a verdict beyond noise and a
 change beyond the limit. A case is *open* where the data can neither show nor exclude such a change: too few batches, a
-noise floor wider than the limit, a native that changed. Open cases pass with a warning, for a gate that fails on noise
-is soon switched off; ``--strict`` makes them a status of their own.
+noise floor wider than the limit. Open cases pass with a warning, for a gate that fails on noise is soon switched off;
+``--strict`` makes them, and a native that changed, a status of their own.
 """
 
 from __future__ import annotations
@@ -48,11 +45,8 @@ _CONDITIONS = (
     *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
     *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
 )
-# What ``judge`` says of a ratio above or below the floor, in words for a time and for a speedup.
-_WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster": "higher", "slower": "lower"}}
-_SAME = ("no difference", BELOW_MODEL)
-# Verdicts on a time and on a speedup that say the same.
-_AGREE = {("slower", "lower"), ("faster", "higher"), *((time, speedup) for time in _SAME for speedup in _SAME)}
+# What ``judge`` says of a ratio above or below the floor, in words for a time.
+_WORDS = {"faster": "slower", "slower": "faster"}
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
 _JUDGED_ROLES = ("policy", "replication")
 # A share of pairs or score mass that differs by less is rounding.
@@ -70,9 +64,8 @@ class Change(NamedTuple):
 
     Attributes:
         cases: a row per case of either run, in reading order: what it is; numbers of either run, ending in ``_base``
-            and ``_new``; ``not_compared``, why; ``floor``, by which noise alone may change a ratio; of ``time_`` and
-            ``speedup_``: ``ratio`` = NEW / BASE with its interval, and ``verdict``; ``why`` that on the time is
-            inconclusive; ``outcome``, the gate's answer.
+            and ``_new``; ``not_compared``, why; ``floor``, by which noise alone may change a ratio; ``change_ratio`` =
+            NEW / BASE with its interval; ``verdict``; ``why`` it is inconclusive; ``outcome``, the gate's answer.
         differences: by comparison's id, conditions that differ: (BASE's, NEW's) by key.
         limit: of the gate; None = there is none.
     """
@@ -95,8 +88,7 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
     """
     stores = [load_timed(directory) for directory in (base, new)]
     frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)
-    iterations = [rows[rows["quantity"] == ALL].rename(columns={"time_us": "time"}) for rows in map(timings, stores)]
-    changes = {of: changes_of(iterations, "case_id", of) for of in _WORDS}
+    changes = changes_of([_costs(store) for store in stores], "case_id", "cost")
     rows = [row | {"not_compared": lost_words(row, _RUNS), "floor": _floor(row)} for row in frame.to_dict("records")]
     if all(row["not_compared"] for row in rows):
         raise ResultsError(
@@ -104,14 +96,16 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
             "(see the case ids in run.json)"
         )
     for row in rows:
-        row |= _judged("speedup", row, changes["speedup"].get(row["case_id"]))
-        row |= _judged("time", row, changes["time"].get(row["case_id"]))
-    natives = {row["comparison_id"]: dict(row) for row in rows if row["role"] == "baseline"}
-    for row in rows:
-        if why := _uncontrolled(row, natives.get(row["comparison_id"], {})):
-            row |= {"time_verdict": "inconclusive", "why": why}
+        row |= _judged(row, changes.get(row["case_id"]))
         row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
     return Change(base, new, pd.DataFrame(rows), _differences(*map(_conditions, stores)), limit)
+
+
+def _costs(store: Store) -> pd.DataFrame:
+    """``cost`` of every iteration: a case's time over native's in the same one; of native its time."""
+    rows = timings(store)
+    rows = rows[rows["quantity"] == ALL]
+    return rows.assign(cost=(1 / rows["speedup"]).where(rows["role"] != "baseline", rows["time_us"]))
 
 
 # ---- two runs side by side -------------------------------------------------------------------------------------------
@@ -167,38 +161,24 @@ def _floor(row: Row) -> float | None:
     return None if any(missing(floor.high) for floor in floors) else joint_floor(*floors).high
 
 
-def _judged(of: str, row: Row, ratio: Estimate | None) -> Row:
-    """The change of a case's time or speedup: its interval, the verdict, and why it is inconclusive."""
-    found = {f"{of}_ratio": ratio and ratio.median}
-    found |= values_of(f"{of}_", ratio, ("low", "high", "is_interval", "num_launches"))
-    if row["not_compared"] is not None or (of == "speedup" and row["role"] == "baseline"):
-        return found | {f"{of}_verdict": None, "why": None}
+def _judged(row: Row, ratio: Estimate | None) -> Row:
+    """The change of a case: its interval, the verdict, and why it is inconclusive."""
+    found = {"change_ratio": ratio and ratio.median, "verdict": None, "why": None}
+    found |= values_of("change_", ratio, ("low", "high", "is_interval", "num_launches"))
+    if row["not_compared"] is not None:
+        return found
     floor = None if row["floor"] is None else NoiseFloor(1 / row["floor"], row["floor"])
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
     verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOTHING_RAN, is_oversubscribed=is_shared)
     reasons = {
-        "nothing to divide: no common batch, or a time of 0": ratio is None,
-        f"fewer than {MIN_BATCHES} batches give no interval": not found[f"{of}_is_interval"],
+        "nothing to divide: no common batch, no native, or a time of 0": ratio is None,
+        f"fewer than {MIN_BATCHES} batches give no interval": not found["change_is_interval"],
         OVERSUBSCRIBED: is_shared,
         "a run lacks its noise floor": floor is None,
         "the interval lies partly in the noise floor": verdict == "inconclusive",
     }
     why = next((words for words, holds in reasons.items() if holds), None)
-    return found | {f"{of}_verdict": "inconclusive" if why else _WORDS[of].get(verdict, verdict), "why": why}
-
-
-def _uncontrolled(row: Row, native: Row) -> str | None:
-    """Why a verdict on a time does not stand beside native's; None where it does."""
-    verdict, of_native = row["time_verdict"], native.get("time_verdict")
-    if row["role"] == "baseline" or verdict in (None, "inconclusive") or (verdict, row["speedup_verdict"]) in _AGREE:
-        return None
-    if missing(native.get("time_ratio")):
-        return "native was not measured in both, so the machine has no control"
-    if verdict not in _SAME and of_native not in _SAME:
-        return f"native changed by {_percent(native['time_ratio'])} %: perhaps the machine, not the case"
-    if of_native in ("slower", "faster"):
-        return f"native became {of_native} ({_percent(native['time_ratio'])} %), and this did not"
-    return None
+    return found | {"verdict": "inconclusive" if why else _WORDS.get(verdict, verdict), "why": why}
 
 
 # ---- conditions ------------------------------------------------------------------------------------------------------
@@ -235,18 +215,13 @@ def _differences(
 
 
 def _outcome(row: Row, limit: float | None) -> str | None:
-    """The gate's answer: slower, open or passed; None without a limit, and of a new case, which is no gap.
-
-    A lower speedup counts as slower too.
-    """
-    verdict = row["time_verdict"]
+    """The gate's answer: slower, open or passed; None without a limit, and of a new case, which is no gap."""
     if limit is None or row["not_compared"] == "only in NEW":
         return None
-    fell = row["speedup_verdict"] == "lower" and 1 / row["speedup_ratio"] > 1 + limit
-    if fell or (verdict == "slower" and row["time_ratio"] > 1 + limit):
+    if row["verdict"] == "slower" and row["change_ratio"] > 1 + limit:
         return "slower"
-    is_excluded = row["time_is_interval"] and row["time_high"] <= 1 + limit
-    return "passed" if verdict in ("slower", "faster") or is_excluded else "open"
+    is_excluded = row["change_is_interval"] and row["change_high"] <= 1 + limit
+    return "passed" if row["verdict"] in ("slower", "faster") or is_excluded else "open"
 
 
 def exit_status(change: Change, *, strict: bool = False) -> int:
@@ -260,7 +235,7 @@ def exit_status(change: Change, *, strict: bool = False) -> int:
 
 def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of native that became slower or faster itself."""
-    return rows[(rows["role"] == "baseline") & rows["time_verdict"].isin(["slower", "faster"])]
+    return rows[(rows["role"] == "baseline") & rows["verdict"].isin(["slower", "faster"])]
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
@@ -274,13 +249,11 @@ _COLUMNS = (
     text("label", "policy"),
     number("median_ms_base", "base ms", milliseconds),
     number("median_ms_new", "new ms", milliseconds),
-    interval("time", "change", middle="ratio", form=_percent, unit="%"),
-    percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
-    text("time_verdict", "verdict"),
     number("speedup_median_base", "speedup base"),
     number("speedup_median_new", "new"),
-    interval("speedup", "change", middle="ratio", form=_percent, unit="%"),
-    text("speedup_verdict", "verdict"),
+    interval("change", "change", middle="ratio", form=_percent, unit="%"),
+    percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
+    text("verdict"),
     percentage("dropped_share_new", "dropped"),
     percentage("retained_mass_new", "mass kept"),
 )
@@ -299,9 +272,12 @@ def compare_text(change: Change) -> str:
 
 
 def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterator[str]:
-    yield "change: NEW over BASE [95 % interval]; floor: what native run twice differs by, both runs' together"
-    yield from chance_words(int(rows["time_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
-    if rows["origin_new"].eq("measured").any() and rows["time_num_launches"].max() == 1:
+    yield (
+        "change: NEW over BASE [95 % interval], of native's time, of others' time over native's; floor: what native "
+        "run twice differs by, both runs' together"
+    )
+    yield from chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
+    if rows["origin_new"].eq("measured").any() and rows["change_num_launches"].max() == 1:
         yield "one launch: what differs from job to job is in no interval; with several (measure.launches) it is"
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
@@ -316,8 +292,8 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
             yield f"{WARNING}{row['label']} {words} {shares[0]} in BASE and {shares[1]} in NEW: not of the same work"
     for row in _native_moved(rows).itertuples():
         yield (
-            f"{WARNING}native itself became {row.time_verdict} ({_percent(row.time_ratio)} %): the machine, or code "
-            "that all cases share"
+            f"{WARNING}native itself became {row.verdict} ({_percent(row.change_ratio)} %): the machine, or code that "
+            "all cases share"
         )
 
 
@@ -325,7 +301,7 @@ def _answer(change: Change) -> Iterator[str]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
     policies = change.cases[change.cases["role"].isin(_JUDGED_ROLES)]
     policies = policies[~policies["not_compared"].isin(["only in BASE", "only in NEW"])]
-    counts = policies["time_verdict"].fillna("inconclusive").value_counts()
+    counts = policies["verdict"].fillna("inconclusive").value_counts()
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
     yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in shown)
     if change.limit is not None:

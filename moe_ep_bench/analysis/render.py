@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.columns import Column, Row, missing
 
 PROGRAMS = ("csv", "json")
 # Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
-JSON_VERSION = 2
+JSON_VERSION = 3
 
 _LATEX = str.maketrans(
     {

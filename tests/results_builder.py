@@ -1,16 +1,21 @@
-"""Write a run directory whose speedups, waits and drops are known in advance."""
+"""Write results directories, of layers or of whole models, whose speedups, waits and drops are known in advance.
+
+In a whole model policies change the time of its MoE layers alone, which share one layer's time; ``ELSEWHERE_US``, what
+no policy changes, is added to every case. So Amdahl's law holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.show import show
@@ -27,9 +32,9 @@ _WORK = {
     "experts": 0.44,
     "combine": 0.1,
 }
-_UNACCOUNTED = 1 - sum(_WORK.values())
 FAST_RANK = 0.8  # of the slowest rank's work
-HIDDEN_SIZE, FFN_SIZE = 256, 128
+ELSEWHERE_US = {"embedding": 50.0, "attention": 600.0, "dense": 150.0, "rest": 100.0, "output": 100.0}
+ELSEWHERE_TOTAL_US = sum(ELSEWHERE_US.values())
 QUIET_MACHINE = {
     "wall_s": 10.0,
     "num_cores": 8,
@@ -40,7 +45,6 @@ QUIET_MACHINE = {
     "throttle_shares": {},
     "notes": [],
 }
-CEILINGS = {"matmul_size": 8192, "matmul_tflops": 0.5, "copy_gbps": 20.0}
 
 
 @dataclass
@@ -48,7 +52,7 @@ class FakeCase:
     """A case whose layer time is ``native_us / speedup``.
 
     ``dropped`` and ``mass`` are the shares that the routing rows must come to; ``expert_load`` the pairs per expert of
-    the whole batch over the mean (the default is native's skew), or a row of these for each source rank.
+    the whole batch over the mean (the default is native's skew).
     """
 
     policy: str
@@ -59,10 +63,9 @@ class FakeCase:
     dropped: float = 0.0
     mass: float = 1.0
     expert_load: np.ndarray | None = None
-    padding_pairs: int = 0  # of every rank and batch
     looks_past_top_k: bool = False
     status: str = "ok"
-    reason: str | None = None
+    reason: str = "lost"  # where it is not ok
     phase_factors: Mapping[str, float] = field(default_factory=dict)  # so many times as long, on every rank
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class FakeComparison:
     tokens: int = 4096
     num_launches: int = 1
     launch_noise: float = 0.0  # standard deviation of the log of a case's layer time between launches
+    moe_layers: Sequence[int] = ()  # of a whole model
     host_share: float = 0.3  # host time of an iteration over its time
     kinds: Sequence[str] = ("plain", "breakdown")
     conditions: Mapping[str, Any] = field(default_factory=dict)
@@ -99,8 +103,6 @@ class FakeComparison:
             "scale": 1.0,
             "num_experts": self.num_experts,
             "top_k": 2,
-            "hidden_size": HIDDEN_SIZE,
-            "ffn_hidden_size": FFN_SIZE,
             "num_ranks": self.num_ranks,
             "num_replicas": 1,
             "world_size": self.num_ranks,
@@ -110,7 +112,6 @@ class FakeComparison:
             "backend": "nccl",
             "experts": {"requested": "auto", "ran": "te"},
             "permute": {"requested": "auto", "ran": "fused"},
-            "flush_l2": False,
             "oversubscribed": False,
             "random_weights": True,
             "departures": [],
@@ -118,13 +119,20 @@ class FakeComparison:
             **self.facts,
         }
 
-
-def shown_text(directory: Path) -> str:
-    """What ``show`` prints of a directory."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        assert show([directory], "text") == 0
-    return text.getvalue()
+    def conditions_of(self, launch: int) -> dict[str, Any]:
+        rank = {
+            "hostname": "node",
+            "machine": QUIET_MACHINE,
+            "ceilings": {"matmul_tflops": 0.5},
+            "peak_memory_bytes": 3 * 2**30,
+            **self.conditions.get("rank", {}),
+        }
+        return {
+            "run_id": f"r{launch}",
+            "warm_up": {"change": 0.01, "settled": True, **self.conditions.get("warm_up", {})},
+            "waiting": self.conditions.get("waiting"),
+            "ranks": [rank] * self.num_ranks,
+        }
 
 
 def standard_cases() -> list[FakeCase]:
@@ -137,6 +145,16 @@ def standard_cases() -> list[FakeCase]:
     ]
 
 
+# Native's MoE layers are two thirds of a pass; the policy runs them one and a half times as fast.
+WHOLE_CASES = [
+    FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=1.5, dropped=0.05, mass=0.97),
+    *(case for case in standard_cases() if case.policy != "token_drop"),
+]
+
+
+# ---- directories -----------------------------------------------------------------------------------------------------
+
+
 def write_run(
     root: Path,
     comparisons: Sequence[FakeComparison],
@@ -145,121 +163,162 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     scope: str = "layer",
 ) -> Path:
-    files = RunDirectory(root)
-    generator = np.random.default_rng(seed)
-    cases: dict[str, Any] = {}
-    for comparison in comparisons:
-        samples: list[list[dict[str, Any]]] = [[] for _ in range(comparison.num_launches)]
+    files, generator, cases = RunDirectory(root), np.random.default_rng(seed), {}
+    for one in comparisons:
+        samples: list[list[dict[str, Any]]] = [[] for _ in range(one.num_launches)]
         routing = []
-        for case in comparison.cases:
-            case_id = comparison.case_id(case)
+        for case in one.cases:
+            case_id, about = one.case_id(case), {"run_id": "r0", "comparison_id": one.comparison_id, "mode": mode}
             cases[case_id] = {
-                "comparison_id": comparison.comparison_id,
+                "comparison_id": one.comparison_id,
                 "policy": case.policy,
                 "policy_params": dict(case.params),
                 "label": case.label,
                 "role": case.role,
                 "looks_past_top_k": case.looks_past_top_k,
             }
-            identity = _identity(comparison, case, case_id, mode)
-            if case.status == "ok":
-                for launch in range(comparison.num_launches):
-                    identity["run_id"] = f"r{launch}"
-                    rows = _timing_rows(comparison, case, generator)
-                    samples[launch].append(_columns(rows, identity))
-                routing.append(_columns(_routing_rows(comparison, case), identity))
-            else:
-                samples[0].append(identity)
+            reason = None if case.status == "ok" else case.reason
+            about |= {"case_id": case_id, "status": case.status, "reason": reason}
+            if case.status != "ok":
+                samples[0].append(about)
+                continue
+            for launch, of_launch in enumerate(samples):
+                of_launch.append({**_samples(one, case, generator), **about, "run_id": f"r{launch}"})
+            routing.append({**_routing(one, case), **about})
         for launch, rows in enumerate(samples):
-            conditions = _conditions(comparison, launch)
-            files.write("samples", comparison.comparison_id, rows, launch, conditions=conditions)
+            files.write("samples", one.comparison_id, rows, launch, conditions=one.conditions_of(launch))
         if routing:
-            files.write("routing", comparison.comparison_id, routing)
-    files.write_run(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "run_id": "r0",
-            "mode": mode,
-            "scope": scope,
-            "created": "2026-01-01T00:00:00",
-            "config": {},
-            "hashes": {},
-            "environment": {
-                "device_name": "NVIDIA Fake 80GB",
-                "num_devices": 2,
-                "hostname": "node",
-                "torch": "2.13",
-                **(environment or {}),
-            },
-            "comparisons": {c.comparison_id: c.described() for c in comparisons},
-            "cases": cases,
-        }
-    )
+            files.write("routing", one.comparison_id, routing)
+    where = {"device_name": "NVIDIA Fake 80GB", "num_devices": 2, "hostname": "node", "torch": "2.13"}
+    described = {"comparisons": {one.comparison_id: one.described() for one in comparisons}, "cases": cases}
+    job = {"run_id": "r0", "created": "2026-01-01T00:00:00", "config": {}, "hashes": {}, "mode": mode, "scope": scope}
+    described |= {**job, "schema_version": SCHEMA_VERSION, "environment": {**where, **(environment or {})}}
+    files.write_run(described)
     return root
 
 
-def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
-    rank = {
-        "hostname": "node",
-        "machine": QUIET_MACHINE,
-        "ceilings": CEILINGS,
-        "peak_memory_bytes": 3 * 2**30,
-        **comparison.conditions.get("rank", {}),
-    }
-    return {
-        "run_id": f"r{launch}",
-        "warm_up": {"rounds": 3, "change": 0.01, "settled": True, **comparison.conditions.get("warm_up", {})},
-        "waiting": comparison.conditions.get("waiting"),
-        "ranks": [rank] * comparison.num_ranks,
-    }
+def whole_facts(of_layers: int = 3, moe_layers: Sequence[int] = (1, 2), **facts: Any) -> dict[str, Any]:
+    whole = {"num_layers": 1 + len(moe_layers), "of_layers": of_layers, "context_length": 0}
+    return {"whole": {**whole, "moe_layers": list(moe_layers), "of_moe_layers": of_layers - 1}, **facts}
 
 
-def _identity(comparison: FakeComparison, case: FakeCase, case_id: str, mode: str) -> dict[str, Any]:
-    about = {"run_id": "r0", "case_id": case_id, "comparison_id": comparison.comparison_id, "mode": mode}
-    return {**about, "status": case.status, "reason": case.reason}
+def write_whole(
+    root: Path,
+    cases: Sequence[FakeCase],
+    *,
+    of_layers: int = 3,
+    seed: int = 0,
+    moe_layers: Sequence[int] = (1, 2),
+    mode: str = "run",
+    **changes: Any,
+) -> Path:
+    """A directory of one comparison; native's MoE layers take ``native_us``, twice as long as the rest of the pass."""
+    facts = whole_facts(of_layers, moe_layers, **changes.pop("facts", {}))
+    settings = {"native_us": 2 * ELSEWHERE_TOTAL_US, "num_iterations": 2, "noise": 0.002, **changes}
+    comparison = FakeComparison(facts=facts, cases=cases, moe_layers=moe_layers, **settings)
+    return write_run(root, [comparison], mode, seed, scope="model")
 
 
-def _columns(rows: list[dict[str, Any]], identity: Mapping[str, Any]) -> dict[str, list[Any]]:
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {**columns, **{name: [value] * len(rows) for name, value in identity.items()}}
+# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _timing_rows(comparison: FakeComparison, case: FakeCase, generator: np.random.Generator) -> list[dict[str, Any]]:
-    rows = []
+def _samples(one: FakeComparison, case: FakeCase, generator: np.random.Generator) -> dict[str, pd.Series]:
+    """Columns of one case in one launch."""
+    of_launch = np.exp(one.launch_noise * generator.standard_normal())
+    axes = {"batch": range(one.num_batches), "iteration": range(one.num_iterations), "kind": one.kinds}
+    steps = pd.MultiIndex.from_product(axes.values(), names=axes).to_frame(index=False)
+    noise = of_launch * np.exp(one.noise * generator.standard_normal(len(steps)))
+    probed = np.where(steps["kind"] == "plain", 1.0, 1 + one.probe_overhead)
+    steps["layer_us"] = one.native_us / case.speedup * probed * noise
+    parts = pd.DataFrame(_parts(one, case), columns=["kind", "rank", "layer", "phase", "share", "us"])
+    rows = steps.merge(parts, on="kind")
+    time_us = rows["share"] * rows["layer_us"] + rows["us"]
+    rows = rows.assign(time_us=time_us, host_us=(one.host_share * time_us).where(rows["kind"] == "plain"))
+    rows["layer"] = rows["layer"].astype("Int64")
+    return dict(rows.drop(columns=["layer_us", "share", "us"]).items())
+
+
+def _parts(one: FakeComparison, case: FakeCase) -> Iterator[tuple]:
+    """Kind, rank, layer, phase, its share of a layer's time, and what it takes beside that."""
     longer = sum(_WORK.get(phase, 0) * (times - 1) for phase, times in case.phase_factors.items())
-    of_launch = float(np.exp(comparison.launch_noise * generator.standard_normal()))
-    for batch in range(comparison.num_batches):
-        for iteration in range(comparison.num_iterations):
-            for kind in comparison.kinds:
-                factor = 1.0 if kind == "plain" else 1 + comparison.probe_overhead
-                noise = float(np.exp(comparison.noise * generator.standard_normal()))
-                layer_us = comparison.native_us / case.speedup * factor * noise * of_launch
-                for rank in range(comparison.num_ranks):
-                    where = {"rank": rank, "batch": batch, "iteration": iteration, "kind": kind}
-                    # Plain: the fast rank ends early, so that only a maximum over ranks gives the layer's time.
-                    if kind == "plain":
-                        time_us = layer_us * (1 + longer) * (1.0 if rank == 0 else FAST_RANK)
-                        host_us = comparison.host_share * time_us
-                        rows.append({**where, "phase": TOTAL, "time_us": time_us, "host_us": host_us})
-                    else:
-                        phases = _phases(layer_us, rank, case.phase_factors).items()
-                        rows += [{**where, "phase": p, "time_us": t, "host_us": None} for p, t in phases]
-    return rows
+    elsewhere_us = ELSEWHERE_TOTAL_US if one.moe_layers else 0.0
+    layers = one.moe_layers or (None,)
+    for rank in range(one.num_ranks):
+        # Plain: the fast rank ends early, so that only a maximum over ranks gives the layer's time.
+        yield "plain", rank, None, TOTAL, (1 + longer) * (FAST_RANK if rank else 1.0), elsewhere_us
+        phases = _phases(rank, case.phase_factors)
+        yield "breakdown", rank, None, TOTAL, phases.pop(TOTAL), elsewhere_us
+        yield "breakdown", rank, None, UNACCOUNTED, phases.pop(UNACCOUNTED), 0.0
+        for phase, layer in itertools.product(phases, layers):
+            yield "breakdown", rank, layer, phase, phases[phase] / len(layers), 0.0
+        for phase, time_us in ELSEWHERE_US.items() if one.moe_layers else ():
+            of = {"embedding": (None,), "output": (None,), "dense": (0,)}.get(phase, (0, *layers))
+            yield from (("breakdown", rank, layer, phase, 0.0, time_us / len(of)) for layer in of)
 
 
-def _phases(layer_us: float, rank: int, factors: Mapping[str, float]) -> dict[str, float]:
+def _phases(rank: int, factors: Mapping[str, float]) -> dict[str, float]:
     """Rank 0 is the slowest by a hair; the others do less expert work and wait for it before combine."""
-    phases = {phase: share * layer_us for phase, share in _WORK.items()}
-    phases |= {"wait_combine": 0.0, UNACCOUNTED: _UNACCOUNTED * layer_us, TOTAL: layer_us}
+    phases = {**_WORK, "wait_combine": 0.0, UNACCOUNTED: 1 - sum(_WORK.values()), TOTAL: 1.0}
     if rank:
-        saved_us = (1 - FAST_RANK) * phases["experts"]
-        phases["experts"] -= saved_us
-        phases["wait_combine"] = 0.99 * saved_us
-        phases[TOTAL] -= 0.01 * saved_us
+        saved = (1 - FAST_RANK) * phases["experts"]
+        phases["experts"] -= saved
+        phases["wait_combine"] = 0.99 * saved
+        phases[TOTAL] -= 0.01 * saved
     for phase, times in factors.items():
         phases[TOTAL] += phases[phase] * (times - 1)
         phases[phase] *= times
     return phases
+
+
+def _routing(one: FakeComparison, case: FakeCase) -> dict[str, pd.Series]:
+    """Split a batch 3 to 1 between rank 0 and the rest: plain means over ranks give the wrong answer."""
+    num_ranks, top_k = one.num_ranks, one.described()["top_k"]
+    load_E, rows = native_load(one.num_experts) if case.expert_load is None else case.expert_load, []
+    axes = one.moe_layers or (None,), range(one.num_batches), range(num_ranks)
+    for layer, batch, rank in itertools.product(*axes):
+        share = 1.0 if num_ranks == 1 else 0.75 if rank == 0 else 0.25 / (num_ranks - 1)
+        pairs = round(one.tokens * share) * top_k
+        # Shares that differ between ranks and come to the case's own only when sums are divided: of pairs, where
+        # rank 0 has three quarters, and of mass, where its top-k holds twice the others' of every token.
+        side = 0 if num_ranks == 1 or case.mass == 1 else 1 if rank == 0 else -3
+        load_of_rank_E = np.round(load_E * pairs / one.num_experts).astype(int)
+        rows.append(
+            {
+                "rank": rank,
+                "batch": batch,
+                "layer": layer,
+                "num_tokens": pairs // top_k,
+                "load_E": load_of_rank_E.tolist(),
+                "load_R": load_of_rank_E.reshape(num_ranks, -1).sum(axis=1).tolist(),
+                "num_pairs": load_of_rank_E.sum(),
+                "padding_pairs": 0,
+                "num_topk_pairs": pairs,
+                "num_dropped_pairs": round((case.dropped + side * min(0.02, case.dropped / 4)) * pairs),
+                "retained_mass_topk": case.mass + side * min(0.02, case.mass / 8) * (1 if rank == 0 else 2),
+                "topk_share": 0.8 if rank == 0 else 0.4,
+                "output_error": 1 - case.mass,
+                "crossing_pairs": load_of_rank_E.sum() // 2,
+                "crossing_copies": load_of_rank_E.sum() // 4,
+            }
+        )
+    return dict(pd.DataFrame(rows).astype({"layer": "Int64"}).items())
+
+
+def native_load(num_experts: int) -> np.ndarray:
+    """Zipf-like load over the mean, shuffled so that a figure has something to sort."""
+    load_E = 1 / np.arange(1, num_experts + 1) ** 0.6
+    return np.random.default_rng(1).permutation(load_E / load_E.mean())
+
+
+# ---- what is shown and drawn -----------------------------------------------------------------------------------------
+
+
+def shown_text(directory: Path) -> str:
+    """What ``show`` prints of a directory."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert show([directory], "text") == 0
+    return text.getvalue()
 
 
 def assert_nothing_is_clipped(figure: Figure) -> None:
@@ -277,45 +336,3 @@ def assert_nothing_is_clipped(figure: Figure) -> None:
         assert box.x1 <= figure.bbox.x1
         assert box.y1 <= figure.bbox.y1
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def native_load(num_experts: int) -> np.ndarray:
-    """Zipf-like load over the mean, shuffled so that a figure has something to sort."""
-    load_E = 1 / np.arange(1, num_experts + 1) ** 0.6
-    return np.random.default_rng(1).permutation(load_E / load_E.mean())
-
-
-def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, Any]]:
-    """Split a batch 3 to 1 between rank 0 and the rest: plain means over ranks give the wrong answer."""
-    num_ranks, rows = comparison.num_ranks, []
-    load_E = native_load(comparison.num_experts) if case.expert_load is None else case.expert_load
-    top_k = comparison.described()["top_k"]
-    for batch in range(comparison.num_batches):
-        for rank in range(num_ranks):
-            share = 1.0 if num_ranks == 1 else 0.75 if rank == 0 else 0.25 / (num_ranks - 1)
-            tokens = round(comparison.tokens * share)
-            pairs = tokens * top_k
-            # Shares that differ between ranks and come to the case's own only when sums are divided: of pairs, where
-            # rank 0 has three quarters, and of mass, where its top-k holds twice the others' of every token.
-            side = 0 if num_ranks == 1 or case.mass == 1 else 1 if rank == 0 else -3
-            own_load_E = load_E if load_E.ndim == 1 else load_E[rank]
-            load_of_rank_E = np.round(own_load_E * pairs / comparison.num_experts).astype(int)
-            rows.append(
-                {
-                    "rank": rank,
-                    "batch": batch,
-                    "num_tokens": tokens,
-                    "load_E": load_of_rank_E.tolist(),
-                    "load_R": load_of_rank_E.reshape(num_ranks, -1).sum(axis=1).tolist(),
-                    "num_pairs": int(load_of_rank_E.sum()),
-                    "padding_pairs": case.padding_pairs,
-                    "num_topk_pairs": pairs,
-                    "num_dropped_pairs": round((case.dropped + side * min(0.02, case.dropped / 4)) * pairs),
-                    "retained_mass_topk": case.mass + side * min(0.02, case.mass / 8) * (1 if rank == 0 else 2),
-                    "topk_share": 0.8 if rank == 0 else 0.4,
-                    "output_error": 1 - case.mass,
-                    "crossing_pairs": int(load_of_rank_E.sum()) // 2,
-                    "crossing_copies": int(load_of_rank_E.sum()) // 4,
-                }
-            )
-    return rows

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from markupsafe import escape
-from results_builder import FakeCase, FakeComparison, write_run
+from results_builder import ELSEWHERE_TOTAL_US, FakeCase, FakeComparison, write_run, write_whole
 from trace_files import write_trace
-from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_lines, advice_text, candidates

@@ -11,13 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from results_builder import (
+    ELSEWHERE_TOTAL_US,
+    ELSEWHERE_US,
     FAST_RANK,
+    WHOLE_CASES,
     FakeCase,
     FakeComparison,
     standard_cases,
+    whole_facts,
     write_run,
+    write_whole,
 )
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, WHOLE_CASES, whole_facts, write_whole
 
 from moe_ep_bench.analysis.cases import CASE, cases, comparisons, load, routing, samples, timings
 

@@ -13,8 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Sheet
-from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
-from whole_builder import WHOLE_CASES, write_whole
+from results_builder import (
+    WHOLE_CASES,
+    FakeCase,
+    FakeComparison,
+    assert_nothing_is_clipped,
+    standard_cases,
+    write_run,
+    write_whole,
+)
 
 from moe_ep_bench.analysis.cases import Store, cases, load, samples
 from moe_ep_bench.analysis.drawing import Drawing, case_rows, draw, lines

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from headless import CHROMIUM, Browser
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run
-from whole_builder import write_whole
+from results_builder import FakeCase, FakeComparison, standard_cases, write_run, write_whole
 
 from moe_ep_bench.analysis.page import write_report
 

@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from results_builder import FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
+from results_builder import FakeComparison, assert_nothing_is_clipped, standard_cases, write_run, write_whole
 from test_compare import run_of
-from whole_builder import write_whole
 
 from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.analysis.drawing import draw

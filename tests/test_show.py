@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text, standard_cases, write_run
-from whole_builder import write_whole
+from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text, standard_cases, write_run, write_whole
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import cut_labels

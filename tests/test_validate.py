@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import FakeCase, FakeComparison, standard_cases, write_run, write_whole
 from test_run import environment, routing_of, write_config
-from whole_builder import write_whole
 
 from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.analysis.validate import (

@@ -245,9 +245,8 @@ def _read_directory(name: str, folder: Path, lines: list[str]) -> list[Read]:
     if not any(case.status == "ok" for case in tried):
         if len(lines) > num_lines:  # They say why.
             return []
-        counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in tried).items()))
-        first = f"; {tried[0].facts.label}: {tried[0].reason}" if tried else ""
-        raise ResultsError(f"{folder}: no case was measured ({counts or 'run.json lists none'}){first}")
+        first = f"{tried[0].facts.label}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
+        raise ResultsError(f"{folder}: no case was measured; {first}")
     return read
 
 
@@ -278,18 +277,17 @@ def _read_comparison(
         more = ["status", "reason"] if table == "samples" else []
         parts[table] = [read_part(table, path, ["case_id", *columns, *more]) for path in paths[table]]
     is_timed = isinstance(facts, TimedFacts)
-    routed = dict.fromkeys(case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
-    statuses = _statuses(parts["samples"]) if is_timed else dict.fromkeys(routed, ("ok", None))
-    cases = pd.DataFrame(
-        [(case_id, case, *statuses[case_id]) for case_id, case in listed.items() if case_id in statuses],
-        columns=["case_id", "facts", "status", "reason"],
-    )
-    ok = cases[cases["status"] == "ok"]
-    if missing := [case for case_id, case in listed.items() if case_id not in statuses]:
+    routed = {case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique()}
+    routed_ok = pd.DataFrame({"case_id": list(routed), "status": "ok", "reason": None})
+    told = (_statuses(parts["samples"]) if is_timed else routed_ok).set_index("case_id")
+    cases = pd.DataFrame({"case_id": list(listed), "facts": list(listed.values())}).join(told, on="case_id")
+    missing, cases = cases[cases["status"].isna()], cases[cases["status"].notna()].reset_index(drop=True)
+    if len(missing):
         path = files.path("samples", key[1], 0) if is_timed else files.path("routing", key[1])
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        left = f"no rows of {missing[0].label}{more}; the run did not finish: start it again to go on"
+        left = f"no rows of {missing['facts'].iloc[0].label}{more}; the run did not finish: start it again to go on"
         lines.append(f"{path}: {left}")
+    ok = cases[cases["status"] == "ok"]
     for case in ok[~ok["case_id"].isin(routed)].itertuples():
         raise ResultsError(f"{files.path('routing', key[1])}: no rows of {case.facts.label}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
@@ -300,19 +298,16 @@ def _read_comparison(
     return Read(Comparison(*key, facts, run, conditions), cases, frames)
 
 
-def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
-    """Status and reason of each case by its id: those of the first launch in which it is not ok."""
-    statuses: dict[str, tuple[str, str | None]] = {}
-    for part in parts:
-        rows = part.rows[["case_id", "launch", "status", "reason"]].drop_duplicates().astype(object)
-        for row in rows.itertuples():
-            reason = None
-            if row.status != "ok":
-                reason = f"launch {row.launch + 1}: " if len(parts) > 1 else ""
-                reason += row.reason
-            if statuses.get(row.case_id, ("ok", None))[0] == "ok":
-                statuses[row.case_id] = row.status, reason
-    return statuses
+def _statuses(parts: Sequence[Part]) -> pd.DataFrame:
+    """Status and reason of each case: those of the first launch in which it is not ok."""
+    columns = ["case_id", "launch", "status", "reason"]
+    told = [part.rows[columns].drop_duplicates().astype(object) for part in parts]
+    rows = pd.concat([pd.DataFrame(columns=columns), *told])
+    if len(parts) > 1:
+        where = "launch " + (rows["launch"] + 1).astype(str) + ": "
+        rows["reason"] = (where + rows["reason"].astype(str)).where(rows["status"] != "ok", None)
+    rows = rows.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("case_id")
+    return rows[["case_id", "status", "reason"]]
 
 
 def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFrame:

@@ -183,9 +183,9 @@ def _title(facts: pd.Series) -> str:
 
 def _reasons(rows: pd.DataFrame) -> pd.Series:
     """Why each case was not measured; None where it was."""
-    words = rows["status"] + ": " + rows["reason"].astype(str)
-    short = words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ..."))
-    return short.astype(object).where(rows["status"] != "ok", None)
+    lost = rows[rows["status"] != "ok"]
+    words = (lost["status"] + ": " + lost["reason"].astype(str)).astype(object)
+    return words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ...")).reindex(rows.index)
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:

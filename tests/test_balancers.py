@@ -226,6 +226,13 @@ def test_llep_moves_nothing_at_its_threshold_nor_where_the_fullest_rank_gains_no
     assert not llep(with_free_slots(num_ranks, num_ranks, 1), counts_RE, least_pairs=1).moves
 
 
+def test_llep_moves_as_many_pairs_as_are_asked_for_at_least() -> None:
+    """Four of seven pairs fit one rank, the other three the other."""
+    counts_RE = np.array([[12, 1, 2], [0, 0, 0], [0, 0, 0]])
+    balanced = llep(with_free_slots(3, 3, 1), counts_RE, least_pairs=4)
+    assert on_ranks(balanced.pairs_P, 3).tolist() == [5, 5, 5]
+
+
 def test_ranks_that_got_weights_pass_them_on() -> None:
     """Six ranks take a share of expert 0: LLEP's home sends it six times, UltraEP's a few times."""
     counts_RE = np.zeros((8, 8), dtype=np.int64)

@@ -16,7 +16,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.policies.field_types import ByLayer
+from moe_ep_bench.policies.contract import ByLayer
 from moe_ep_bench.presets import expand_policies
 
 

@@ -57,6 +57,8 @@ def test_a_link_has_the_measured_curve_and_a_bandwidth_that_no_one_message_sets(
     np.testing.assert_allclose(link_of(4, share_N, times_us).time_us(sizes), times_us, atol=1e-3)
     times_us[disturbed] *= factor
     assert link_of(4, share_N, times_us).bandwidth_gbps == pytest.approx(300, rel=1e-3)
+    times_us[: len(sizes) // 2] = 12 + sizes[: len(sizes) // 2] / 1e3  # Small ones by another protocol.
+    assert link_of(4, share_N, times_us).bandwidth_gbps == pytest.approx(300, rel=1e-3)
     with pytest.raises(ValueError, match="expected times that grow with the bytes"):
         link_of(4, share_N, 12 - sizes / 1e9)
 

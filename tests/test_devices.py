@@ -151,13 +151,6 @@ def test_measured_experts_are_fitted_to_the_points_that_are_kept(name: str) -> N
 MEASURED = ("h100-sxm", "h200-sxm")
 
 
-@pytest.mark.parametrize("name", [name for name in Device.names() if not name.startswith(MEASURED)])
-def test_assumed_routing_is_the_h100s(name: str) -> None:
-    known, h100 = Device.load(name), Device.load("h100-sxm")
-    for key in ("routing_native_ps", "routing_native_us", "routing_policy_ps", "routing_policy_us"):
-        assert getattr(known, key) == getattr(h100, key)
-
-
 # On an A100 SGLang's kernels, the only ones of its tables, take 2.4 times as long from 2,048 to 4,096 rows.
 @pytest.mark.parametrize("name", sorted({*Device.names()} - {"a100-sxm-80gb"}))
 def test_twice_the_rows_of_experts_take_hardly_more_than_twice_the_time(name: str) -> None:

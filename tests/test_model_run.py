@@ -62,15 +62,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of decode steps."""
-    folder = tmp_path_factory.mktemp("decode")
-    done = launch(write_config(folder, **DECODE), "--out", folder / "out")
-    assert done.returncode == OK, done.stderr
-    return folder / "out"
-
-
 def phases_of(out: Path) -> pd.DataFrame:
     """Rows of phases, of every layer; totals and what no phase covers left out."""
     rows = parts(out, "cases")
@@ -144,17 +135,6 @@ def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys:
         assert text in printed
     rows = cases(load(finished))
     assert 0 < rows[rows.role == "baseline"].squeeze().moe_share < 1
-
-
-def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = parts(decoded, "routing")
-    assert (rows.groupby(["case_id", "batch", "layer"]).num_tokens.sum() == 12).all()
-    assert rows[rows.batch == 0].reference_error.max() < 1e-4
-    assert rows[(rows.layer == 2) & (rows.policy == "topk")].output_error.max() == 0
-    assert (phases_of(decoded).phase == "attention").any()
-    assert main(["show", str(decoded)]) == OK
-    printed = capsys.readouterr().out
-    assert "decode after 40 tokens" in printed
 
 
 def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: Path) -> None:

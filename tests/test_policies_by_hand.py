@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from policy_cases import Arguments, Spec, distinct_scores, route, selected
+
+from moe_ep_bench.kernels.counting import top_k_loads
 
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 99}
@@ -104,6 +107,16 @@ def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_to
     assert routing.map_TE.sum(dim=0).tolist() == [*load_E, 0, 0, 0, 0, 0, 0]
     # Ties go to the lower token, then to the lower expert.
     assert all(routing.map_TE[:load, expert].all() for expert, load in enumerate(load_E))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_are_counted_as_the_model_s_own_top_k_routes_ties_of_groups_and_experts_too(seed: int) -> None:
+    levels_TE = torch.randint(0, 3, [50, 16], generator=torch.Generator().manual_seed(seed)).float()
+    groups = {"num_groups": 8, "top_groups": 2}
+    for how in ({}, groups):
+        map_TE = route({"name": "topk"}, levels_TE.exp(), {"top_k": 4, **how}).map_TE
+        loads_E = top_k_loads(levels_TE.numpy(), np.zeros(16, np.float32), 4, *how.values())
+        assert loads_E.tolist() == map_TE.sum(dim=0).tolist()
 
 
 @pytest.mark.seam

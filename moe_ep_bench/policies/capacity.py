@@ -43,8 +43,18 @@ from fractions import Fraction
 from typing import ClassVar, Literal, NamedTuple
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Count, Factor, Positive, Share, decimal, policy
+from moe_ep_bench.policies.contract import (
+    Count,
+    Factor,
+    Phase,
+    Positive,
+    Routing,
+    RoutingContext,
+    Share,
+    SteppedPolicy,
+    decimal,
+    policy,
+)
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import (
     integer_keys,

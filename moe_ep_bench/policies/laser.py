@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Flag, Positive, Share, policy
+from moe_ep_bench.policies.contract import Flag, Positive, Routing, RoutingContext, Share, SteppedPolicy, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, weighted
 from moe_ep_bench.policies.steps import LeastLoaded

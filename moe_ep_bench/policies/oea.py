@@ -14,8 +14,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import ByLayer, Positive, ShareAboveZero, policy
+from moe_ep_bench.policies.contract import (
+    ByLayer,
+    Phase,
+    Positive,
+    Routing,
+    RoutingContext,
+    ShareAboveZero,
+    SteppedPolicy,
+    policy,
+)
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.selection import list_keys, weighted, without_padding
 from moe_ep_bench.policies.steps import lowest

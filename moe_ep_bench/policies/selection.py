@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import policy
+from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 

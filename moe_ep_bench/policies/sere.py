@@ -28,8 +28,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy, layer_at
-from moe_ep_bench.policies.field_types import Count, Positive, Share, policy
+from moe_ep_bench.policies.contract import (
+    Count,
+    Phase,
+    Positive,
+    Routing,
+    RoutingContext,
+    Share,
+    SteppedPolicy,
+    layer_at,
+    policy,
+)
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, top_k_map, weighted, without_padding
 

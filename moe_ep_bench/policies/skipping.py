@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Count, Share, decimal, policy
+from moe_ep_bench.policies.contract import Count, Phase, Routing, RoutingContext, Share, SteppedPolicy, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.steps import Steps

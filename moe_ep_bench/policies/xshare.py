@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Count, Share, policy
+from moe_ep_bench.policies.contract import Count, Phase, Routing, RoutingContext, Share, SteppedPolicy, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import best_first, place_in_row, share_of

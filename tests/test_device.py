@@ -121,13 +121,14 @@ def test_more_ranks_than_cores_are_flagged_on_gpus_too(machine: pytest.MonkeyPat
 def test_nccl_leaves_a_rank_that_waits_to_our_guard(machine: pytest.MonkeyPatch) -> None:
     """Its own handling aborts a survivor without a word, and who ends so is blamed."""
     machine.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    machine.setenv("TORCH_NCCL_ENABLE_MONITORING", "")
-    machine.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    for name in ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"):
+        machine.setenv(name, "")
+        machine.delenv(name)
     machine.setattr(torch.cuda, "is_available", lambda: True)
     machine.setattr(torch.cuda, "device_count", lambda: 1)
     machine.setattr(torch.cuda, "set_device", lambda device: None)
     machine.setattr(torch.distributed, "init_process_group", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         join(1.0)
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"

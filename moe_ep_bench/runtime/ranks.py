@@ -22,9 +22,11 @@ from moe_ep_bench.errors import LOST, USER_ERROR, UserError, brief
 from moe_ep_bench.runtime.attempts import PEER_LOST, is_of_peers
 from moe_ep_bench.runtime.torchrun import device_type, leave_status
 
-# NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
-# be blamed for it. Our guard ends it instead, and says for what it waited.
-_NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# NCCL's own threads would abort a rank whose peer is gone, whose device waits for long or whose kernel failed: it would
+# leave no word, and be blamed for it. Our guard ends it instead, and says for what it waited.
+_NCCL_LEAVES_IT = dict.fromkeys(
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"), "0"
+)
 
 # Threads of a CPU rank, in place of as many as it has cores: tests of tiny layers on busy cores would wait for them.
 _THREADS = "MOE_EP_BENCH_THREADS"

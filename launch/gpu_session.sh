@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All that one GPU can show of this program, the most valuable first, in 25 minutes and without network:
+# All that one GPU can show of this program, what was never seen first, in at most ten minutes and without network:
 #   launch/gpu_session.sh DIR [--minutes N] [--only STEP,...] [--rehearse] [options of launch/setup.sh]
 # Every step has a time limit. The same command goes on with what is left and repeats what failed. All results land in
-# DIR; DIR/summary.txt is kept up to date and printed last. results/README.md says what the steps answer. Run
-# launch/setup.sh before, so that no time goes there; Triton needs a C compiler and Python's headers.
-# --minutes   after which no step goes on (25; a rehearsal has no limit)
+# DIR; DIR/summary.txt is kept up to date and printed last, how steps went at its end. results/README.md says what they
+# answer. Run launch/setup.sh before, so that no time goes there; Triton needs a C compiler and Python's headers.
+# --minutes   after which no step goes on (9; a rehearsal has no limit)
 # --only      these steps alone, whatever the time
 # --rehearse  on the CPU at toy sizes and without the GPU tests: tries this script, measures nothing
 # VENV: an environment that is ready; without it launch/setup.sh makes or takes .venv.
@@ -45,7 +45,7 @@ fi
 mkdir -p "$out/steps" "$out/policies-quick"
 out=$(cd "$out" && pwd)
 cd "$root"
-deadline=$((SECONDS + 60 * ${minutes:-$([ -n "$rehearse" ] && echo 10000 || echo 25)}))
+deadline=$((SECONDS + 60 * ${minutes:-$([ -n "$rehearse" ] && echo 10000 || echo 9)}))
 order=()     # names of all steps
 shown=()     # of those whose output the summary holds
 missing=     # something failed or was not begun
@@ -104,13 +104,13 @@ size() {
 summary() {
   {
     [ -z "$rehearse" ] || echo "REHEARSAL on the CPU at toy sizes: no number below means anything."
+    for name in "${shown[@]}"; do
+      if [ -s "$out/$name.txt" ]; then printf '== %s\n' "$name"; cat "$out/$name.txt"; echo; fi
+    done
     size
     cat "$out/provenance.txt"
+    for file in "$out"/*tests.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
     for name in "${order[@]}"; do [ ! -e "$out/steps/$name" ] || cat "$out/steps/$name"; done
-    for file in "$out"/*-tests.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
-    for name in "${shown[@]}"; do
-      if [ -s "$out/$name.txt" ]; then printf '\n== %s\n' "$name"; cat "$out/$name.txt"; fi
-    done
   } >"$out/.summary.txt"
   mv "$out/.summary.txt" "$out/summary.txt"
   cat "$out/summary.txt"
@@ -122,14 +122,14 @@ summary() {
 } >>"$out/provenance.txt"
 
 module=("$python" -m moe_ep_bench)
-# Most of a test's time goes into compiling its kernels, on one core: so several at once.
-tests=("$python" -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -p no:benchmark)
 small=()      # of decode steps
 tiny=()       # of emulated layers
 replayed=(--set layer.experts=decode --set layer.cuda_graph=true)
+graphs=(--set sweep.layer.cuda_graph=[true] --set sweep.workload.num_tokens=[16,512])
 bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
 if [ -n "$rehearse" ]; then
   replayed=(--set layer.experts=decode)
+  graphs=(--set sweep.workload.num_tokens=[1,4])
   bfloat16=()
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.warmup=1 --set measure.flush_l2=false)
@@ -167,37 +167,53 @@ decode() {
   show "$name-table" 30 "${module[@]}" show "$out/$name"
 }
 
+# virtual NAME SECONDS OPTIONS...: the quickstart's layer, measured on this GPU in the place of eight.
+virtual() {
+  local name=$1 limit=$2
+  shift 2
+  show "$name" "$limit" "${module[@]}" emulate configs/quickstart.yaml --out "$out/$name" --set layer.ep_size=8 \
+    --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
+    --set measure.breakdown_iterations=1 "$@" "${tiny[@]}" ${rehearse:+--set layer.ep_size=2}
+}
+
+waiting='import json, sys; from pathlib import Path; import pyarrow.parquet as pq
+for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
+    print(*path.parts[-3::2], len(json.loads(pq.read_schema(path).metadata[b"conditions"]).get("waiting", [])))'
 measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
 
-# What everything else rests on. NGC images set the variable; float32 must be float32 all the same.
-if [ -z "$rehearse" ]; then
-  step layer-tests 180 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${tests[@]}" tests/test_gpu.py
-  step kernel-tests 180 "${tests[@]}" tests/test_gpu_kernels.py
-fi
+# What everything else rests on. Most of a test's time goes into compiling its kernels, on one core: so many at once.
+# NGC images set the variable; float32 must be float32 all the same.
+[ -n "$rehearse" ] || step tests 200 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "$python" -m pytest -m gpu -q -n "$(nproc)" \
+  --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py tests/test_gpu_kernels.py tests/test_decode_experts.py
+# Decode steps, eager and from graphs; the graphs in a second job, and what two jobs differ by.
+decode decode-graph 130 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
+step decode-again 60 "${module[@]}" run configs/decode-graph.yaml --nproc 1 --out "$out/decode-again" "${small[@]}" \
+  "${graphs[@]}"
+show decode-compared 20 "${module[@]}" compare "$out/decode-graph" "$out/decode-again"
+# One GPU in the place of eight, with many tokens and with few, whose pace is the host's.
+virtual quickstart 50
+virtual few-tokens 40 --set workload.tokens_per_rank=64
 # Native against native, unaccounted time and probe overhead, of layers at true size.
-step run 170 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
+step run 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
-# One GPU in the place of eight.
-show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/quickstart" --set layer.ep_size=8 \
-  --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
-  --set measure.breakdown_iterations=1 "${tiny[@]}" \
-  ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
-show device 260 "$python" benchmarks/device.py --out "$out" $rehearse
-emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
-emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
-table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-show policies-quick 100 "$python" benchmarks/policies.py --gpu --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
-decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
-# What time is left for, here or when the command is given again.
-[ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
-emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
-show policies 240 "$python" benchmarks/policies.py --gpu --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
-table oea-table5 100 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-table xshare-table3 100 "${bfloat16[@]}"
-table xshare-table4 100 "${bfloat16[@]}"
+# In how many cases of a part the host waits for the GPU.
+show waiting 20 "$python" -c "$waiting" "$out"
+virtual budget-drop 50 --set 'policies=[{name: topk}, {name: budget_drop, max_lost_mass: 0.01}]'
+# What time is left for, here or when the command is given again.
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}
+table xshare-table4 100 "${bfloat16[@]}"
+table xshare-table3 100 "${bfloat16[@]}"
+table oea-table5 100 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
+emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
+show policies 240 "$python" benchmarks/policies.py --gpu --out "$out" $rehearse ${rehearse:+--rounds 1}
+# What a GPU has shown before.
+show device 260 "$python" benchmarks/device.py --out "$out" $rehearse
+show policies-quick 100 "$python" benchmarks/policies.py --gpu --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
+table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
+emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
+emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
 emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import time
@@ -10,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep_bench.cli import make_parser
+from moe_ep_bench.config.files import load_experiments
+
 SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
 
 # Stands for Python: notes what it is asked for, and fails or hangs in a script where a file says so.
 PYTHON = """#!/bin/bash
-echo "$*" >>{folder}/calls
+printf '%q ' "$@" >>{folder}/calls; echo >>{folder}/calls
 echo "output of $*"
 for does in fails hangs; do
   [ -e {folder}/$does ] && [[ "$*" == *$(cat {folder}/$does)* ]] || continue
@@ -49,20 +54,21 @@ class Session:
         python.write_text(PYTHON.format(folder=folder))
         python.chmod(0o755)
 
-    def start(self, *options: str) -> subprocess.Popen:
-        command = ["bash", SCRIPT, self.out, *options, "--rehearse"]
+    def start(self, *options: str, rehearse: bool = True) -> subprocess.Popen:
+        command = ["bash", SCRIPT, self.out, *options, *["--rehearse"] * rehearse]
         environment = {**os.environ, "VENV": str(self.folder / "venv")}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
-    def run(self, *options: str) -> tuple[int, str, int]:
+    def run(self, *options: str, rehearse: bool = True) -> tuple[int, str, int]:
         """Exit status, what was printed, and how many steps were begun."""
         (self.folder / "calls").write_text("")
-        started = self.start(*options)
+        started = self.start(*options, rehearse=rehearse)
         printed, errors = started.communicate(timeout=300)
         return started.returncode, printed + errors, len(self.calls())
 
-    def calls(self) -> list[str]:
-        return (self.folder / "calls").read_text().splitlines()
+    def calls(self) -> list[list[str]]:
+        """The arguments of each."""
+        return [shlex.split(line) for line in (self.folder / "calls").read_text().splitlines()]
 
     def summary(self) -> str:
         return (self.out / "summary.txt").read_text()
@@ -87,6 +93,19 @@ def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session)
     assert "output of benchmarks/device.py" in session.summary()
     assert "commit " in session.summary()
     assert session.run()[::2] == (0, 0)
+
+
+def test_on_a_gpu_every_step_is_a_command_with_a_config_that_holds_there(session: Session) -> None:
+    """None may fail by its options in the minutes that a GPU is there; what is printed ends with how steps went."""
+    status, printed, _ = session.run(rehearse=False)
+    assert status == 0, printed
+    asked = [call[2:] for call in session.calls() if call[:2] == ["-m", "moe_ep_bench"]]
+    assert {arguments[0] for arguments in asked} == {"run", "emulate", "papers", "show", "compare"}
+    for arguments in (one for one in asked if one[1].startswith("configs/")):
+        options = make_parser().parse_args(arguments)
+        assert load_experiments(SCRIPT.parents[1] / options.config, options.overrides, on_cpu=False)
+    assert session.summary() in printed
+    assert re.fullmatch(r"[\w-]+: done in \d+ s", session.summary().splitlines()[-1])
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:
@@ -115,4 +134,4 @@ def test_a_session_that_is_ended_keeps_what_it_has(session: Session) -> None:
     started.communicate(timeout=60)
     assert started.returncode == 1
     assert "FAILED" in (steps / "device").read_text()
-    assert "decode-graph: not begun" in session.summary()
+    assert "oea-table3: not begun" in session.summary()

@@ -12,8 +12,7 @@ import torch
 from test_run import environment
 
 from moe_ep_bench import kernels
-from moe_ep_bench.cli import main
-from moe_ep_bench.errors import CASES_FAILED, LOST, USER_ERROR
+from moe_ep_bench.errors import CASES_FAILED, LOST
 from moe_ep_bench.machine import doctor
 from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM
 
@@ -28,7 +27,6 @@ def test_this_machine_is_examined(tmp_path: Path) -> None:
     done = examined(tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert all(len(line) <= 120 for line in lines)
     for check in ("packages", "disk", "all-to-all"):
         assert sum(line.startswith(f"ok      {check}") for line in lines) == 1, lines
     assert "rank 0 of 2 over gloo: every value was right" in done.stdout
@@ -46,18 +44,13 @@ def test_this_machine_is_examined(tmp_path: Path) -> None:
 def test_a_wrong_value_and_a_lost_rank_are_problems(fault: str, words: str, tmp_path: Path) -> None:
     done = examined(tmp_path, faults=f"exchange={fault}")
     assert done.returncode == (CASES_FAILED if fault == "wrong" else LOST), done.stdout + done.stderr
-    assert f"problem all-to-all  {words}" in " ".join(done.stdout.split("\n" + " " * 20))
+    assert f"problem all-to-all  {words}" in done.stdout
 
 
 def test_somebodys_own_torchrun_has_its_ranks_exchange(tmp_path: Path) -> None:
     done = examined(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every value was right") == 1, "the other rank prints problems and notes alone"
-
-
-def test_more_ranks_than_the_machine_carries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--nproc", "1000"]) == USER_ERROR
-    assert "--nproc: expected at most" in capsys.readouterr().err
 
 
 def test_no_gpu_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +63,7 @@ def doctor(out: Path, nproc: int | None) -> int:
     for status, check, words in itertools.chain(of_node, exchange()):
         problems += status == PROBLEM
         if status != OK or os.environ["LOCAL_RANK"] == "0":
-            lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
-            print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
+            print(f"{status:8}{check:12}{words}", flush=True)
     if os.environ["RANK"] == "0":
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
     return leave_status(errors.CASES_FAILED if problems else errors.OK)

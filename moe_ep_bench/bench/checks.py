@@ -1,14 +1,12 @@
 """Refuse what a config asks for and a backend cannot do: one line that names key, value and what is allowed.
 
-Each check is a row: whether it is wrong, the key, what is expected, what was found. The first wrong row is the error;
-rows are looked at in turn, so that one may take for granted what those before it found.
+Checks are made in turn, so that one may take for granted what those before it found.
 
 Shapes: B = batches, R = ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,125 +21,122 @@ from moe_ep_bench.models import ModelSpec
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 
-Rows = Iterable[tuple[object, str, str, object]]
+
+def refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
+    """Raise UserError where a key's value is wrong."""
+    if is_wrong:
+        raise UserError(f"{key}: expected {expected}, got {got}")
 
 
-def refuse(rows: Rows) -> None:
-    """Raise UserError for the first row that is wrong."""
-    for is_wrong, key, expected, got in rows:
-        if is_wrong:
-            raise UserError(f"{key}: expected {expected}, got {got}")
-
-
-def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows:
+def check_experiment(experiment: Experiment, backend: str, world_size: int) -> None:
     """All that an experiment's own values show: nothing of a batch, a link or a device is made or read."""
     layer, model = experiment.layer, experiment.model.spec()
     is_emulated, ep_size = backend in (VIRTUAL, MODELLED), layer.ep_size or world_size
     if backend == ROUTING:
-        yield experiment.scope != "layer", "scope", "layer for this command", experiment.scope
+        refuse(experiment.scope != "layer", "scope", "layer for this command", experiment.scope)
     if not is_emulated:
         context = 0 if experiment.scope == "model" else experiment.whole.context_length
-        yield context, "whole.context_length", "0 with scope layer, but for emulate", context
+        refuse(context, "whole.context_length", "0 with scope layer, but for emulate", context)
     if is_emulated:
-        yield from _emulated(experiment)
+        _check_emulated(experiment)
     hint = "--nproc starts more; the command emulate lays out any number on one device"
-    yield world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}"
+    refuse(world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}")
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
-    yield model.num_experts % ep_size, "layer.ep_size", divisor, f"{ep_size}{'' if layer.ep_size else ' (all ranks)'}"
+    refuse(model.num_experts % ep_size, "layer.ep_size", divisor, f"{ep_size}{'' if layer.ep_size else ' (all ranks)'}")
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
     allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
-    yield runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype
+    refuse(runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype)
     gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
-    yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
+    refuse(runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}")
     own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
-    yield runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}"
+    refuse(runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}")
     rooted, version = model.score_function == "sqrtsoftplus", version_of("megatron-core") or "0"
     newer = "softmax or sigmoid scores where layers run before Megatron-Core 0.18; others are modelled (emulate.device)"
     lacks = runs_here and rooted and tuple(map(int, version.split(".")[:2])) < (0, 18)
-    yield lacks, "model", newer, f"sqrtsoftplus of {model.name} and Megatron-Core {version}"
+    refuse(lacks, "model", newer, f"sqrtsoftplus of {model.name} and Megatron-Core {version}")
     if backend != ROUTING:
-        yield from _baseline(experiment)
+        _check_baseline(experiment)
     if backend != RANKS:
-        yield from _replicas(experiment, backend, ep_size)
+        _check_replicas(experiment, backend, ep_size)
     if experiment.scope == "model":
-        yield from whole_model(model, experiment)
-        yield from _whole_batches(experiment)
+        check_whole_model(model, experiment)
+        _check_whole_batches(experiment)
 
 
-def _emulated(experiment: Experiment) -> Rows:
+def _check_emulated(experiment: Experiment) -> None:
     """What only real ranks do, and a config without links."""
     layer, launches = experiment.layer, experiment.measure.launches
     known = f"one of {', '.join(Links.names())}, or a path to such a file (calibrate)"
-    yield experiment.emulate.links is None, "emulate.links", known, "none"
-    yield launches != 1, "measure.launches", "1, for emulate makes one launch", launches
-    yield layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true"
+    refuse(experiment.emulate.links is None, "emulate.links", known, "none")
+    refuse(launches != 1, "measure.launches", "1, for emulate makes one launch", launches)
+    refuse(layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
     stands_in = "any but decode, for emulate stands in for an all-to-all"
     gathers = layer.experts == "decode" and experiment.emulate.device == MEASURED
-    yield gathers, "layer.experts", stands_in, "decode, to which all tokens are gathered"
+    refuse(gathers, "layer.experts", stands_in, "decode, to which all tokens are gathered")
 
 
-def _baseline(experiment: Experiment) -> Rows:
+def _check_baseline(experiment: Experiment) -> None:
     """Models that Megatron-Core's router, the baseline, would route in another way."""
     model = experiment.model.spec()
     is_softmax, name = model.score_function == "softmax", f"model: {model.name}"
     biased = "sigmoid scores with a selection bias, as Megatron-Core has it"
-    yield model.selection_bias and is_softmax, name, biased, "softmax"
+    refuse(model.selection_bias and is_softmax, name, biased, "softmax")
     unnormalised = not is_softmax and not model.normalize and model.top_k > 1
-    yield unnormalised, name, "sigmoid weights to be normalised, as Megatron-Core always does", "normalize false"
+    refuse(unnormalised, name, "sigmoid weights to be normalised, as Megatron-Core always does", "normalize false")
     by_logits = "normalize false or no groups, for Megatron-Core compares groups by logits where weights are normalised"
     is_grouped = model.num_groups is not None and is_softmax and model.normalize
-    yield is_grouped, name, by_logits, f"{model.num_groups} groups"
+    refuse(is_grouped, name, by_logits, f"{model.num_groups} groups")
 
 
-def _replicas(experiment: Experiment, backend: str, ep_size: int) -> Rows:
+def _check_replicas(experiment: Experiment, backend: str, ep_size: int) -> None:
     """More spare experts than the model has others; replicas of a whole model, or of layers that run."""
     model, emulate = experiment.model.spec(), experiment.emulate
     num_experts, fills = model.num_experts, any(one.name == "waterfill" for one in emulate.rebalance)
     lacks = f"no waterfill, for {model.name} has no shared experts"
-    yield fills and not model.shared_ffn_hidden_size, "emulate.rebalance", lacks, "some"
+    refuse(fills and not model.shared_ffn_hidden_size, "emulate.rebalance", lacks, "some")
     most = num_experts - num_experts // ep_size
     for key in ("replication", "rebalance"):
         wanted = getattr(emulate, key)
-        yield wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some"
+        refuse(wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some")
         for spare in (slots.spare_per_rank for slots in wanted):
             held = f"at most {most}, with which every rank holds all {num_experts} experts"
-            yield spare > most, f"emulate.{key}: spare_per_rank", held, spare
+            refuse(spare > most, f"emulate.{key}: spare_per_rank", held, spare)
         is_measured = backend != ROUTING and emulate.device == MEASURED
-        yield wanted and is_measured, "emulate.device", f"a modelled one beside emulate.{key}", MEASURED
+        refuse(wanted and is_measured, "emulate.device", f"a modelled one beside emulate.{key}", MEASURED)
 
 
-def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:
+def check_whole_model(model: ModelSpec, experiment: Experiment) -> None:
     """A model that is not stated as a whole, or cannot be built so."""
     name, whole = f"model: {model.name}", experiment.whole
     dense = model.dense_ffn_hidden_size or model.num_moe_layers == model.num_layers
     stated: dict[str, Any] = {"attention": model.attention, "vocab_size": model.vocab_size}
     for what, value in {**stated, "dense_ffn_hidden_size": dense}.items():
-        yield not value, name, f"its {what} with scope model", "none"
-    yield model.tensor_parallel > 1, "model.tensor_parallel", "1 with scope model", model.tensor_parallel
+        refuse(not value, name, f"its {what} with scope model", "none")
+    refuse(model.tensor_parallel > 1, "model.tensor_parallel", "1 with scope model", model.tensor_parallel)
     graph = experiment.layer.cuda_graph and not whole.context_length
-    yield graph, "layer.cuda_graph", "whole.context_length of at least 1: decode steps are replayed, no prompts", 0
+    refuse(graph, "layer.cuda_graph", "whole.context_length of at least 1: decode steps are replayed, no prompts", 0)
     fewest, built = model.moe_layers[0] + 1, whole.num_layers
     depth = f"{fewest} to {model.num_layers} layers of {model.name}, so that one is an MoE layer"
-    yield built is not None and not fewest <= built <= model.num_layers, "whole.num_layers", depth, built
+    refuse(built is not None and not fewest <= built <= model.num_layers, "whole.num_layers", depth, built)
 
 
-def _whole_batches(experiment: Experiment) -> Rows:
+def _check_whole_batches(experiment: Experiment) -> None:
     """Batches of a whole model that are neither prompts nor one token of each request."""
     config, context = experiment.workload, experiment.whole.context_length
-    yield config.padding_per_rank, "workload.padding_per_rank", "0 with scope model", config.padding_per_rank
+    refuse(config.padding_per_rank, "workload.padding_per_rank", "0 with scope model", config.padding_per_rank)
     if isinstance(config, SyntheticConfig):
         key, per_request, single = "workload.sequence_length", config.sequence_length, "1"
     else:
         key, per_request = "workload.tokens_per_request", config.tokens_per_request
         single = "1 and workload.arrangement: decode"
-        yield config.is_step and per_request > 1, key, "1 with scope model", per_request
+        refuse(config.is_step and per_request > 1, key, "1 with scope model", per_request)
     step = f"{single}, for whole.context_length={context} makes a batch one decode step"
-    yield context and not config.is_step, key, step, per_request
+    refuse(context and not config.is_step, key, step, per_request)
     least = "at least 1, where a batch is one token per request"
-    yield config.is_step and not context, "whole.context_length", least, 0
+    refuse(config.is_step and not context, "whole.context_length", least, 0)
 
 
-def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> Rows:
+def check_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> None:
     """What opened workloads show: of which layers scores are, and how tokens are dealt.
 
     Args:
@@ -152,20 +147,20 @@ def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArra
             key, got = f"policies: {policy.name}.{field}", f"values for {of_layers}"
             single = "one value, for synthetic scores are of no layer (scope: model has all"
             single += "; layer chooses one)" if "layer" in policy.params() else ")"
-            yield num_layers is None, key, single, got
-            yield of_layers != num_layers, key, f"values for the {num_layers} MoE layers", got
+            refuse(num_layers is None, key, single, got)
+            refuse(of_layers != num_layers, key, f"values for the {num_layers} MoE layers", got)
     for batch, rank in np.argwhere(tokens_BR == 0) if experiment.scope == "model" else ():
         # A rank's attention has nothing to do.
-        yield True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}"
+        refuse(True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}")
 
 
-def of_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> Rows:
+def check_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> None:
     """Padding that leaves a rank with tokens no valid one; unequal ranks that are gathered, which they cannot be."""
     num_padding = experiment.workload.padding_per_rank
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= num_padding)):
         most = f"less than the {tokens_BR[batch, rank]} tokens that rank {rank} has in batch {batch}"
-        yield True, "workload.padding_per_rank", most, num_padding
+        refuse(True, "workload.padding_per_rank", most, num_padding)
     if (experiment.layer.experts == "decode" or experiment.layer.cuda_graph) and ep_size > 1:
         for number, (least, most) in enumerate(zip(tokens_BR.min(axis=1), tokens_BR.max(axis=1), strict=True)):
             got = f"{least} to {most} tokens of batch {number} on a rank, which layer.experts: decode gathers"
-            yield least < most, "workload.num_tokens", "as many for every rank", got
+            refuse(least < most, "workload.num_tokens", "as many for every rank", got)

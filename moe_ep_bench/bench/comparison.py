@@ -113,29 +113,6 @@ class CaseSpec:
         )
 
 
-def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replicates: bool) -> list[CaseSpec]:
-    """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
-
-    Args:
-        timed: routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the
-            baseline.
-        replicates: experts may be replicated.
-    """
-    keeps_topk = timed or experiment.workload.padding_per_rank
-    policies = [policy for policy in experiment.make_policies() if keeps_topk or policy != NATIVE]
-    lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance) if replicates else ()
-    return [
-        CaseSpec(comparison_id, *case)
-        for case in (
-            (BASELINE, "native"),
-            *[(NOISE, "native")] * timed,
-            *((POLICY, policy.name, policy) for policy in policies),
-            *((REPLICATION, wanted.name, wanted) for wanted in lossless),
-            *[(CEILING, "native_balanced")] * timed,
-        )
-    ]
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
@@ -206,8 +183,25 @@ class Comparison:
 
     @cached_property
     def cases(self) -> list[CaseSpec]:
-        how = {"timed": self.backend != ROUTING, "replicates": self.backend != RANKS}
-        return cases_of(self.experiment, self.comparison_id, **how)
+        """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
+
+        Routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the baseline.
+        """
+        experiment, timed = self.experiment, self.backend != ROUTING
+        keeps_topk = timed or experiment.workload.padding_per_rank
+        policies = [policy for policy in experiment.make_policies() if keeps_topk or policy != NATIVE]
+        virtual = self.backend != RANKS
+        lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance) if virtual else ()
+        return [
+            CaseSpec(self.comparison_id, *case)
+            for case in (
+                (BASELINE, "native"),
+                *[(NOISE, "native")] * timed,
+                *((POLICY, policy.name, policy) for policy in policies),
+                *((REPLICATION, wanted.name, wanted) for wanted in lossless),
+                *[(CEILING, "native_balanced")] * timed,
+            )
+        ]
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
         """What ``run.json`` says of a case."""

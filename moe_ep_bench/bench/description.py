@@ -192,7 +192,7 @@ def rest_of(comparison: Comparison) -> Rest:
     """
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
-    checks.refuse(checks.whole_model(model, experiment))
+    checks.check_whole_model(model, experiment)
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
     if context := experiment.whole.context_length:

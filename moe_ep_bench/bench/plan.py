@@ -121,7 +121,7 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     if backend != RANKS:
         world_size = experiment.virtual_ranks
     assert world_size is not None
-    checks.refuse(checks.of_experiment(experiment, backend, world_size))
+    checks.check_experiment(experiment, backend, world_size)
     links = device = None
     asked, emulate = experiment.layer, experiment.emulate
     if backend in (VIRTUAL, MODELLED):
@@ -145,7 +145,7 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     on_gpu = not on_cpu and backend != ROUTING
     workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
-    checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
+    checks.check_batches(experiment, comparison.num_places, comparison.rank_tokens)
     return comparison
 
 
@@ -156,7 +156,7 @@ def _try_out(comparison: Comparison) -> None:
         ValueError: naming the key, or the policy and its field.
     """
     experiment = comparison.experiment
-    checks.refuse(checks.of_dealing(experiment, comparison.ep_size, comparison.rank_tokens))
+    checks.check_dealing(experiment, comparison.ep_size, comparison.rank_tokens)
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
     comparison.workload.rank_batch(0, 0, comparison.world_size)
     scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
@@ -238,7 +238,7 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
         if isinstance(workload, RecordedWorkload):
             recorded, needed = workload.traces[0].num_layers, len(moe_layers)
             built = f"the {needed} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
-            checks.refuse([(recorded < needed, "workload.trace", built, recorded)])
+            checks.refuse(recorded < needed, "workload.trace", built, recorded)
     return workloads
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def validate(
     real = plan(config, overrides, RANKS, num_ranks)
     with naming(str(config)):
         for comparison in real:
-            checks.refuse(_incomparable(comparison, num_ranks))
+            _check_comparable(comparison, num_ranks)
     # JSON is YAML whatever characters a path has.
     alike = {"layer.ep_size": num_ranks, "measure.launches": 1}
     as_real = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in alike.items())]
@@ -92,10 +92,12 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     return 128 - status if status < 0 else status
 
 
-def _incomparable(comparison: Comparison, num_ranks: int) -> Iterator[tuple[object, str, str, object]]:
-    """What real ranks would not do as emulated ones are asked to (``checks.Rows``)."""
+def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
+    """Refuse what real ranks would not do as emulated ones are asked to."""
     every = f"{num_ranks}, which are all ranks, or null"
-    yield comparison.ep_size != num_ranks, "layer.ep_size", every, comparison.ep_size
+    checks.refuse(comparison.ep_size != num_ranks, "layer.ep_size", every, comparison.ep_size)
     plain = EmulateConfig().model_dump()
     for key, value in comparison.experiment.emulate.model_dump(exclude={"links"}).items():
-        yield value != plain[key], f"emulate.{key}", f"{plain[key]!r}, which is what real ranks do", repr(value)
+        checks.refuse(
+            value != plain[key], f"emulate.{key}", f"{plain[key]!r}, which is what real ranks do", repr(value)
+        )

@@ -6,10 +6,10 @@
 
 ``experts`` stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
 pairs of its own experts under ``balanced`` scores, and as many pairs under a power law. Rows of experts hold no
-permutation. ``backends`` are all experts of a layer at one size, to set beside a square matmul. ``decode`` are experts
-of a decode step, the cache flushed before each call: 16 tokens on ever more experts, by which an expert's time is a
-slope, then ever more tokens. Policies and decode steps are replayed from CUDA graphs. Times are medians in
-microseconds, of forms interleaved. Prints a summary; with --out writes device.csv, a row for each point, and the
+permutation. ``backends`` are all experts of a layer at one size. ``decode`` are experts of a decode step, the cache
+flushed before each call: 16 tokens on ever more experts, by which an expert's time is a slope, then ever more tokens.
+Policies and decode steps are replayed from CUDA graphs. Times are medians in microseconds, of forms interleaved. Prints
+a summary, rates beside those of a square matmul and a copy; with --out writes device.csv, a row for each point, and the
 environment beside it.
 
 --rehearse runs toy sizes on the CPU: it tries this script, and measures nothing.
@@ -48,7 +48,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.timing.device import CacheFlush, measure_ceilings
+from moe_ep_bench.timing.device import CacheFlush, Ceilings, measure_ceilings
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MODELS = ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "qwen3-235b-a22b",
@@ -131,14 +131,12 @@ class Bench:
                     yield from self.timed(runs, {**about, "flops": 6.0 * pairs * hidden * ffn})
 
     def backends(self, model: ModelSpec) -> Iterator[Row]:
-        """Every backend of a layer's experts on equally many rows of each, and a square matmul."""
+        """Every backend of a layer's experts on equally many rows of each."""
         num_tokens = 64 if self.rehearse else BACKEND_TOKENS
-        pairs, side = num_tokens * model.top_k, 256 if self.rehearse else 8192
+        pairs = num_tokens * model.top_k
         counts_E = torch.full((model.num_experts,), pairs // model.num_experts)
         inputs = self.normal(pairs, model.hidden_size), counts_E, self.uniform(pairs)
         about = {"what": "backends", **shape_of(model), "num_tokens": num_tokens}
-        square = self.normal(side, side)
-        yield from self.timed({"square matmul": partial(torch.mm, square, square)}, about | {"flops": 2.0 * side**3})
         with device_scope():
             groups, names = expert_parallel_groups(1, 120), ["sequential", *self.fused, "grouped"]
             stacks = {name: Stack(model, self.dtype, self.device, groups, 0, Parts(name)) for name in names}
@@ -325,20 +323,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     ranks.close()
     table = pd.DataFrame(rows)
-    print(summary(table).to_string(index=False, float_format="{:.3g}".format, na_rep=""))
+    print(summary(table, ceilings).to_string(index=False, float_format="{:.3g}".format, na_rep=""))
     print("\n".join([*slopes(table), *failed]))
     return int(bool(failed))
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """The best rate of each model and form, and what a point at its fewest rows takes."""
+def summary(table: pd.DataFrame, ceilings: Ceilings) -> pd.DataFrame:
+    """The best rate of each model and form, beside a square matmul and a copy, and what its shortest point takes."""
     table = table.reindex(columns=["what", "model", "form", "distribution", "us", "flops", "bytes"])
     table = table[table["distribution"] != SKEWED].fillna({"model": ""})
     table = table.assign(tflops=table["flops"] / table["us"] / 1e6, gbps=table["bytes"] / table["us"] / 1e3)
-    best = table.groupby(["what", "model", "form"], sort=False)
-    return best.agg(
+    best = table.groupby(["what", "model", "form"], sort=False).agg(
         points=("us", "size"), least_us=("us", "min"), tflops=("tflops", "max"), gbps=("gbps", "max")
-    ).reset_index()
+    )
+    ratios = {"of matmul": best["tflops"] / ceilings.matmul_tflops, "of copy": best["gbps"] / ceilings.copy_gbps}
+    return best.assign(**ratios).reset_index()
 
 
 def slopes(table: pd.DataFrame) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 
 from moe_ep_bench.config.files import experiments_of
 from moe_ep_bench.models import load_model
+from moe_ep_bench.timing.device import Ceilings
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,7 +62,10 @@ def test_a_device_is_measured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> N
     table = pd.DataFrame(row for part in parts for row in part)
     assert (table["least"] <= table["us"]).all()
     assert {"torch top-k", "own keys", "megatron, there and back", "grouped", "decode"} <= set(table["form"])
-    best = device.summary(table).set_index(["what", "form"])
+    best = device.summary(table, Ceilings(matmul_tflops=2.0, matmul_size=1, copy_gbps=4.0, read_gbps=1.0))
+    best = best.set_index(["what", "form"])
+    assert best["of matmul"].mul(2).equals(best["tflops"])
+    assert best["of copy"].mul(4).equals(best["gbps"])
     assert best.loc["decode", "gbps"].gt(0).all()
     assert best.loc["experts", "tflops"].gt(0).all()
     lines = list(device.slopes(table))

@@ -195,6 +195,8 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     assert filled.experts.tolist() == native.experts.tolist()
     assert filled.shared.idxmin() == sums["native"].argmax(), "the fullest rank computes fewest shared tokens"
     assert filled.shared.idxmax() == sums["native"].argmin()
+    assert (filled.dispatch >= native.dispatch).all()
+    assert filled.dispatch.sum() > native.dispatch.sum(), "tokens of shared experts go over the links too"
 
 
 def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:

@@ -139,7 +139,6 @@ COMMANDS = {
     "compare RUN RUN --strict": "--strict: expected --fail-over",
     "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",
     "validate CONFIG --nproc 2 --set layer.ep_size=1": "layer.ep_size: expected 2, which are all ranks, or null, got 1",
-    "validate CONFIG --nproc 2 --set emulate.bandwidth_scale=2": "emulate.bandwidth_scale: expected 1.0, which is",
     "validate CONFIG --nproc 2 --set 'sweep.emulate.links=[pcie4, pcie5]'": "measures differently",
     "run CONFIG --nproc 2 --set whole.num_layers=2": "whole.num_layers: expected with scope: model alone; one layer is",
     **{

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import water_fill
-from moe_ep_bench.bench.comparison import BASELINE, CEILING, NOISE, CaseSpec, Comparison
+from moe_ep_bench.bench.comparison import BASELINE, CaseSpec, Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, Slots, case_metrics
 from moe_ep_bench.bench.rows import Row
 from moe_ep_bench.config import WaterfillConfig
@@ -186,12 +186,12 @@ def _statistics(
 def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
     """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
 
-    None for cases whose experts have no single home each or that see balanced scores.
+    None for cases whose experts have no single home each.
     """
-    if frontier is None or case.role == CEILING or not traffic.slots.is_contiguous:
+    if frontier is None or not traffic.slots.is_contiguous:
         return None
     load_E = traffic.counts_RP.sum(axis=0)
-    loads, kept = frontier.curve() if case.role in (BASELINE, NOISE) else (None, None)
+    loads, kept = frontier.curve() if case.role == BASELINE else (None, None)
     return {
         "batch": index,
         "kept_by_load": frontier.kept(int(traffic.rank_pairs.sum(axis=0).max())),

@@ -10,18 +10,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ep_bench.bench import checks
-from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.checks import refuse
+from moe_ep_bench.bench.comparison import RANKS, VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
-from moe_ep_bench.config import EmulateConfig
+from moe_ep_bench.config import MEASURED
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import make_folder, writing_to
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
+
+# What real ranks do, whatever the config would have emulated ones do; links are the config's.
+_PLAIN = {"device": MEASURED, "bandwidth_scale": 1, "replication": [], "rebalance": []}
 
 
 def validate(
@@ -45,32 +47,26 @@ def validate(
     """
     if num_ranks < 2:
         raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
-    real = plan(config, overrides, RANKS, num_ranks)
+    plain = [f"emulate.{key}={json.dumps(value)}" for key, value in _PLAIN.items()]
+    as_real = [*overrides, f"layer.ep_size={num_ranks}", "measure.launches=1", *plain]
+    real, emulated = plan(config, overrides, RANKS, num_ranks), plan(config, as_real, VIRTUAL)
+    every = f"{num_ranks}, which are all ranks, or null"
     with naming(str(config)):
         for comparison in real:
-            _check_comparable(comparison, num_ranks)
-    # JSON is YAML whatever characters a path has.
-    alike = {"layer.ep_size": num_ranks, "measure.launches": 1}
-    as_real = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in alike.items())]
-    emulated, files = plan(config, as_real, VIRTUAL), ValidationDirectory(out)
+            refuse(comparison.ep_size != num_ranks, "layer.ep_size", every, comparison.ep_size)
+    files = ValidationDirectory(out)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
     make_folder(out, "--out")
     with writing_to(out, "--out"):
         for report in (files.pairs, files.text, files.table):
             report.unlink(missing_ok=True)  # of runs that may be about to change
-    steps: dict[str, Callable[[], int]] = {
-        f"the real run on {num_ranks} ranks ({files.real})": lambda: (
-            launch(config, files.real, overrides, num_ranks, force=force).status
-        ),
-        f"the emulated run ({files.emulated})": partial(
-            _emulate, config, files.emulated, as_real, num_ranks, force=force
-        ),
-    }
+    runs = {"real": (_run, files.real, overrides), "emulated": (_emulate, files.emulated, as_real)}
     worst = OK
-    for step, take in steps.items():
+    for what, (take, directory, how) in runs.items():
+        step = f"the {what} run on {num_ranks} ranks ({directory})"
         print(f"moe-ep-bench: validate: {step}", file=sys.stderr, flush=True)
-        status = take()
+        status = take(config, directory, how, num_ranks, force)
         if status not in (OK, CASES_FAILED):
             failed = f"{step} failed with exit status {status}; nothing was compared"
             print(f"moe-ep-bench: validate: {failed}", file=sys.stderr)
@@ -82,7 +78,11 @@ def validate(
     return worst
 
 
-def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool) -> int:
+def _run(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, force: bool) -> int:
+    return launch(config, out, overrides, num_ranks, force=force).status
+
+
+def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, force: bool) -> int:
     """``emulate`` in a process that takes the share of this machine that one of so many ranks has."""
     arguments = ["emulate", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     # What torchrun tells a rank; the process itself is no rank.
@@ -90,14 +90,3 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     command = [sys.executable, "-m", "moe_ep_bench", *arguments, *["--force"] * force]
     status = subprocess.run(command, env={**os.environ, **share}, stdout=subprocess.DEVNULL, check=False).returncode
     return 128 - status if status < 0 else status
-
-
-def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
-    """Refuse what real ranks would not do as emulated ones are asked to."""
-    every = f"{num_ranks}, which are all ranks, or null"
-    checks.refuse(comparison.ep_size != num_ranks, "layer.ep_size", every, comparison.ep_size)
-    plain = EmulateConfig().model_dump()
-    for key, value in comparison.experiment.emulate.model_dump(exclude={"links"}).items():
-        checks.refuse(
-            value != plain[key], f"emulate.{key}", f"{plain[key]!r}, which is what real ranks do", repr(value)
-        )

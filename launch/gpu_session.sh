@@ -190,7 +190,7 @@ decode decode-graph 130 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 step decode-again 60 "${module[@]}" run configs/decode-graph.yaml --nproc 1 --out "$out/decode-again" "${small[@]}" \
   "${graphs[@]}"
 show decode-compared 20 "${module[@]}" compare "$out/decode-graph" "$out/decode-again"
-# One GPU in the place of eight, with many tokens and with few, whose pace is the host's.
+# One GPU in the place of eight, with many tokens and with few.
 virtual quickstart 50
 virtual few-tokens 40 --set workload.tokens_per_rank=64
 # Native against native, unaccounted time and probe overhead, of layers at true size.

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +14,12 @@ from virtual_time import HandClock
 
 from moe_ep_bench.bench import measured_ranks
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
-from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.config import MeasureConfig
-from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import Step, find_waiting
-from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, PhaseRecorder, Stopwatch, timed
+from moe_ep_bench.timing.protocol import find_waiting
+from moe_ep_bench.timing.timer import HOLD_US, HOST, PhaseRecorder, Stopwatch, timed
 
 
 class Machine:
@@ -159,53 +156,15 @@ def test_without_a_hold_the_host_sets_no_pace(monkeypatch: pytest.MonkeyPatch) -
     assert (times[HOST], times[TOTAL]) == (400, 200)
 
 
-def test_a_host_that_waits_on_one_virtual_rank_paces_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, timer = Machine(monkeypatch), MeasuredRanks.__new__(MeasuredRanks)
-    timer.virtual = SimpleNamespace(checks_counts=True)
-    timer.watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None)
-    for waits in (True, False):  # ranks in turn
-        turns = [machine.case("decode", 400, 200, waits=waits), machine.case("prefill", 500, 5000)]
-        timer.note_waiting(turns, lambda case_id: None)
-    assert timer.watch.waiting == {"decode"}
-
-
-@pytest.mark.parametrize(("paced", "totals_us"), [(True, [250, 180]), (False, [100, 180])])
-def test_a_virtual_rank_takes_as_long_as_the_host_that_issued_it(paced: bool, totals_us: list[float]) -> None:
-    emulation = Emulation.__new__(Emulation)
-    emulation.columns = ("experts", UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
-    emulation.samples = {"decode": np.zeros((2, 1, 5))}
-    router = SimpleNamespace(case=SimpleNamespace(case_id="decode", replication=None))
-    times_R = [[RankTime([{"experts": us}], [], host_us)] for us, host_us in ((100, 250), (180, 120))]
-    emulation._store(router, times_R, SimpleNamespace(layers={}, index=0), paced=paced)
-    experts_R, unaccounted_R, total_R = emulation.samples["decode"][:, 0, :3].T
-    assert total_R.tolist() == totals_us
-    assert (experts_R + unaccounted_R == total_R).all()
-
-
-@pytest.mark.parametrize(("device_type", "paced"), [("cuda", {"decode": True, "waits": False}), ("cpu", {})])
-def test_virtual_ranks_are_paced_on_a_gpu_unless_their_host_waits(
-    device_type: str, paced: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Case:
-        def __init__(self, ranks: object, router: Any, *of_rank: object) -> None:
-            self.case_id = router.case.case_id
-
-        def time(self, step: Step) -> RankTime:
-            return RankTime([], [])
-
-    monkeypatch.setattr(measured_ranks, "RankCase", Case)
-    ranks = MeasuredRanks.__new__(MeasuredRanks)
-    ranks._device, ranks.watch = SimpleNamespace(type=device_type), SimpleNamespace(waiting=frozenset())
-    ranks.note_waiting = lambda turns, begin: ranks.watch.__dict__.update(waiting={"waits"})
-    ranks.virtual = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
-    measure = MeasureConfig(iterations=3)
-    ranks._comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
-    batches, traffic = SimpleNamespace(share=lambda layer, index, rank: f"rank {rank}"), SimpleNamespace(index=0)
-    names = ("decode", "waits")
-    routers = [SimpleNamespace(case=SimpleNamespace(case_id=name), batches=batches) for name in names]
-    times = ranks.times([(router, traffic) for router in routers], lambda case_id: None)
-    assert {name: ranks.is_paced(name) for name in names} == {"decode": False, "waits": False} | paced
-    assert [[len(runs) for runs in times_R] for times_R in times] == [[3, 3], [3, 3]]
+@pytest.mark.parametrize(("device", "waiting"), [("cuda", {"native", "topk"}), ("cpu", set())])
+def test_hosts_of_virtual_ranks_wait_on_a_gpu(device: str, waiting: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("builder", "VirtualRanks", "clock_for"):
+        monkeypatch.setattr(measured_ranks, name, lambda *_: None)
+    settings = SimpleNamespace(measure=MeasureConfig(), layer=None)
+    cases = [SimpleNamespace(case_id=name) for name in ("native", "topk")]
+    facts = {"ep_size": 2, "most_tokens": 1, "scope": "model", "context_length": 0}
+    comparison = SimpleNamespace(experiment=settings, cases=cases, **facts)
+    assert MeasuredRanks(comparison, torch.device(device)).watch.waiting == waiting
 
 
 def test_the_peak_of_memory_is_that_of_a_comparison_and_not_of_what_came_before(

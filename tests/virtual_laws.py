@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from moe_ep_bench.bench.traffic import Traffic, traffic_of
 from moe_ep_bench.bench.virtual import modelled_time
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.layer.experts import DenseReference, seeded_generator
+from moe_ep_bench.layer.host import HostStream
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.stack import Stack
@@ -172,9 +174,12 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
             for rank in range(0, num_ranks, 3):
                 tokens = batches.share(None, 0, rank)
                 seen: list[torch.Tensor] = []
+                waits: list[object] = []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
-                took = RankCase(timer, router, traffic, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
+                with mock.patch.object(HostStream, "synchronize", lambda event, waits=waits: waits.append(event)):
+                    took = RankCase(timer, router, traffic, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
                 hook.remove()
+                assert waits, f"{case.label}: the host paces no layer in which it waits for its device"
                 assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], case.label
                 modelled = modelled_time(replace(comparison, device=H20), router, traffic, rank)
                 assert took.meetings == modelled.meetings, case.label

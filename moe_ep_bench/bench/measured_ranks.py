@@ -43,7 +43,7 @@ from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
 from moe_ep_bench.layer.passes import KeyValueCache, Pass
 from moe_ep_bench.layer.stack import Stack, layer_seed
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import PLAIN, Runnable, Step, find_waiting, measure
+from moe_ep_bench.timing.protocol import PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
@@ -239,7 +239,9 @@ class MeasuredRanks:
         self._comparison, self._device = comparison, device
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
-        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush)
+        # Their all-to-all needs its splits on the host: every case waits for the device, native too.
+        waiting = frozenset(case.case_id for case in comparison.cases if device.type == "cuda")
+        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush, waiting=waiting)
         self.virtual = VirtualRanks(builder(comparison, device), comparison.ep_size)
         most = comparison.most_tokens
         self._hidden = self._cache = None
@@ -265,19 +267,7 @@ class MeasuredRanks:
                 of_rank = {layer: batches.share(layer, index, rank) for layer in self._comparison.workloads}
                 turns = [RankCase(self, router, traffic, rank, of_rank) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], begin, keep)
-                if self._device.type == "cuda" and index == iteration == 0:  # which warms up
-                    self.note_waiting(turns, begin)
         return times
-
-    def is_paced(self, case_id: str) -> bool:
-        """Whether a case's host sets its pace: on a GPU, unless it waits for it."""
-        return self._device.type == "cuda" and case_id not in self.watch.waiting
-
-    def note_waiting(self, cases: Sequence[Runnable], begin: Callable[[str], None]) -> None:
-        """Find in which of a rank's cases the host waits for the device; one that waits on a rank waits on all."""
-        self.virtual.checks_counts = False
-        waiting = find_waiting(cases, self.watch.recorder.clock, no_meeting, lambda beyond_us_C: beyond_us_C, begin)
-        self.watch = self.watch._replace(waiting=self.watch.waiting | waiting)
 
     def batch(self, traffic: Traffic, rank: int) -> Tensor | Pass:
         """What a rank runs: hidden states [T, 1, D] of a layer, a model's pass."""

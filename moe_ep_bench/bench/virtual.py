@@ -35,7 +35,7 @@ from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 if TYPE_CHECKING:  # It measures by this module.
     from moe_ep_bench.bench.run import Job
@@ -182,21 +182,16 @@ class Emulation:
         self.routed.routers = [router for router in self.routed.routers if router.case not in failed]
         return failed
 
-    def time(
-        self,
-        times: Callable[[Routed, Callable[[str], None]], Sequence[Sequence[Sequence[RankTime]]]],
-        is_paced: Callable[[str], bool] = lambda case_id: False,
-    ) -> None:
+    def time(self, times: Callable[[Routed, Callable[[str], None]], Sequence[Sequence[Sequence[RankTime]]]]) -> None:
         """Take all batches, and set the ranks of each side by side.
 
         Args:
             times: of a batch, what each case takes on each rank, run by run.
-            is_paced: whether a case's host sets its pace where it is the slower (``timer.timed``).
         """
         for index in range(self.num_batches):
             routed = self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
             for (router, traffic), times_R in zip(routed, times(routed, self.begin), strict=True):
-                self._store(router, times_R, traffic, paced=is_paced(router.case.case_id))
+                self._store(router, times_R, traffic)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches on the device that is here; return the conditions under which that was done."""
@@ -207,7 +202,7 @@ class Emulation:
         free_memory(self.device)  # over 2 GiB on a GPU
         ranks = MeasuredRanks(self.comparison, self.device)
         with watched_machine(self.device, ceilings) as here:
-            self.time(ranks.times, ranks.is_paced)
+            self.time(ranks.times)
         return {
             "waiting": sorted(ranks.watch.waiting),
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
@@ -230,10 +225,8 @@ class Emulation:
 
     # ---- ranks side by side ------------------------------------------------------------------------------------------
 
-    def _store(
-        self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic, *, paced: bool = False
-    ) -> None:
-        """Set a case's ranks side by side, behind links; ``paced``: see ``timer.timed``."""
+    def _store(self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
+        """Set a case's ranks side by side, behind links."""
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
         link_us = {
             phase_key(layer, phase): time_us
@@ -242,8 +235,6 @@ class Emulation:
         }
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
-            if paced:
-                let_host_pace(phases)
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[router.case.case_id][rank, traffic.index, self.columns.index(name)] = value

@@ -200,19 +200,14 @@ def timed(
     times = recorder.times_us()
     times[HOST] = (host_end - host_start) / 1e3
     if held is not None and paced:
-        let_host_pace(times)
+        beyond_us = max(times[HOST] - times[TOTAL], 0.0)
+        times[TOTAL] += beyond_us
+        times[UNACCOUNTED] += beyond_us
     elif held is not None:
         head_start_us = recorder.clock.between_us(held, recorder.marks[0][0]) - (host_start - held_ns) / 1e3
         times[HOST] = max(times[HOST] - max(head_start_us, 0.0), 0.0)
     times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
     return times
-
-
-def let_host_pace(times: dict[PhaseKey, float]) -> None:
-    """Draw the total of a run on a device out to the host's time, where that is the longer."""
-    beyond_us = max(times[HOST] - times[TOTAL], 0.0)
-    times[TOTAL] += beyond_us
-    times[UNACCOUNTED] = times.get(UNACCOUNTED, 0.0) + beyond_us
 
 
 class Stopwatch(NamedTuple):

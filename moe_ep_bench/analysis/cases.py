@@ -34,7 +34,7 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, read_store
+from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, load
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
@@ -67,21 +67,6 @@ _COSTS = ["dropped_share", "retained_mass", "output_error", "below_frontier", "b
 # A host that waits for its device now and then has kept it waiting where it still issues work when this much of the
 # time is over; one that never does, where the time is the host's.
 _HOST_BOUND = 0.95
-
-
-def load(directories: Path | Sequence[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
-    """Read and check directories of times or of routing.
-
-    Args:
-        passed_over: gets a line for each file that cannot be trusted and is left out; None = the first is raised.
-        join_draws: comparisons that differ in the seed of their traffic, or in its layer, become one; ``samples`` are
-            of one seed each, so read them apart.
-
-    Raises:
-        ResultsError: one line that names the file and what is wrong with it.
-    """
-    directories = [directories] if isinstance(directories, Path) else directories
-    return read_store(directories, passed_over, join_draws=join_draws)
 
 
 def load_timed(directory: Path) -> Store:

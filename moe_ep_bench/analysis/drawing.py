@@ -80,8 +80,7 @@ class Figure:
         needs: a query that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
         most: facets side by side.
-        limit: facets on a sheet. Where there are more, they are evenly spaced from first to last, or where each is of
-            one policy, one of every policy comes before a second of any, as of lines.
+        limit: facets on a sheet. Where there are more, those drawn are evenly spaced from first to last.
         ordered: lines are of ordered things, not of policies.
         of: what is shown, and so which warnings stand below: of times all, of phases those of probes too.
     """
@@ -122,21 +121,15 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
     names, drawn, notes = list(rows["facet"].unique()), rows, []
     if len(names) > figure.limit:
         kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, figure.limit).round()}
-        of_facets = rows.groupby("facet")["policy"].nunique() if "policy" in rows else pd.Series(dtype=int)
-        are_of_policies = of_facets.max() == 1 and len(_policies(rows)) > 1
-        kept = set(_in_turn(rows, "facet")[: figure.limit]) if are_of_policies else kept
-        drawn, of = rows[rows["facet"].isin(kept)], "panels" if are_of_policies else "comparisons"
-        notes.append(f"of {len(names)} {of} {figure.limit} are drawn; the CSV has all")
+        drawn = rows[rows["facet"].isin(kept)]
+        notes.append(f"of {len(names)} panels {figure.limit} are drawn; the CSV has all")
     drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
     # A policy has its look in every figure of a store: also where others are not drawn.
     of_store = case_rows(store)["line"].dropna() if isinstance(store, Store) else own
     looks = ordered_looks(own) if figure.ordered else looks_of(of_store, own)
-    if more := _in_turn(drawn, "line")[_MOST_LINES:]:
-        all_policies, number = _policies(drawn), drawn["line"].nunique()
+    if more := _in_turn(drawn)[_MOST_LINES:]:
+        notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn; the CSV has all")
         drawn = drawn[~drawn["line"].isin(more)]
-        gone = [policy for policy in all_policies if policy not in _policies(drawn)]
-        words = f", with them all of {', '.join(gone)}" if gone else ", though one of every policy is"
-        notes.append(f"{len(more)} of {number} lines are not drawn{words if all_policies else ''}; the CSV has all")
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
     sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
@@ -147,15 +140,11 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
 
 
-def _policies(rows: pd.DataFrame) -> list[str]:
-    return list(rows["policy"].dropna().unique()) if "policy" in rows else []
-
-
-def _in_turn(rows: pd.DataFrame, column: str) -> list[str]:
-    """Values of a column: the first of each policy, then the second of each, and so on."""
-    first = rows[rows[column].notna()].drop_duplicates(column)
+def _in_turn(rows: pd.DataFrame) -> list[str]:
+    """Lines: the first of each policy, then the second of each, and so on."""
+    first = rows[rows["line"].notna()].drop_duplicates("line")
     turn = first.groupby("policy", sort=False).cumcount() if "policy" in first else pd.Series(0, first.index)
-    return first[column].iloc[np.argsort(turn.to_numpy(), kind="stable")].to_list()
+    return first["line"].iloc[np.argsort(turn.to_numpy(), kind="stable")].to_list()
 
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:

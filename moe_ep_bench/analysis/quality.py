@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, pe
 from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ResultsError, facts_of, read_document, read_part
-from moe_ep_bench.facts import RunFacts
+from moe_ep_bench.facts import JudgedFacts, RunFacts
 from moe_ep_bench.papers import orderings
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.results import RunDirectory
@@ -50,7 +50,7 @@ class Quality(NamedTuple):
 
     Attributes:
         cases: indexed by case_id, in the order of the config; of each comparison the unpatched model, the baseline,
-            first. ``_CASE``; and columns of ``with_comparisons``.
+            first. ``_CASE``; and columns of ``_comparisons``.
         scores, routing: the tables ``quality`` and ``quality_routing`` of the schema.
     """
 
@@ -77,31 +77,34 @@ def read_quality(directory: Path) -> Quality:
     if run.mode != "quality":
         raise ResultsError(f"{files.run_json}: mode: expected quality, got {run.mode}")
     facts, listed = facts_of(files.run_json, run)
-    judged = {case_id for key in facts for case_id in files.statuses(key, table="quality")}
-    done = [(key, case) for key, case in listed.items() if key in judged]
-    begun = {case.comparison_id for _, case in done if case.role == "baseline"}
-    if not begun:
+    scores, routing = (_rows_of(files, table) for table in ("quality", "quality_routing"))
+    cases = pd.DataFrame([{"case_id": case_id, **case.model_dump()} for case_id, case in listed.items()])
+    cases = cases[cases["case_id"].isin(scores["case_id"])] if len(cases) else pd.DataFrame(columns=["role"])
+    natives = cases[cases["role"] == "baseline"]
+    if natives.empty:
         raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
-    done = [(key, case) for key, case in done if case.comparison_id in begun]
-    done.sort(key=lambda item: (facts[item[1].comparison_id].order, item[1].role != "baseline", item[1].order))
-    cases = pd.DataFrame([case.model_dump() for _, case in done], [key for key, _ in done])[_CASE]
-    order = dict.fromkeys(cases["comparison_id"])
-    cases = with_comparisons(cases, {key: facts[key].model_dump(exclude_none=True) for key in order})
-    of_text = cases[cases["text"].notna()]
-    return Quality(cases, _read(files, "quality", cases), _read(files, "quality_routing", of_text))
+    begun = {key: facts[key] for key in sorted(natives["comparison_id"], key=lambda key: facts[key].order)}
+    place = cases["comparison_id"].map({key: place for place, key in enumerate(begun)})
+    cases = cases.assign(place=place, later=cases["role"] != "baseline").dropna(subset="place")
+    cases = cases.sort_values(["place", "later", "order"], kind="stable")
+    cases = cases.set_index("case_id")[_CASE].join(_comparisons(begun), on="comparison_id")
+    return Quality(cases, *(rows[rows["case_id"].isin(cases.index)] for rows in (scores, routing)))
 
 
-def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Cases beside what run.json says of their comparisons, by id: ``_FACTS``, ``text`` or ``asked_task`` null.
+def _rows_of(files: RunDirectory, table: str) -> pd.DataFrame:
+    """All parts of a table."""
+    parts = [read_part(table, path).rows for paths in files.parts(table).values() for path in paths]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=TABLES[table].schema.names)
+
+
+def _comparisons(facts: Mapping[str, JudgedFacts]) -> pd.DataFrame:
+    """What run.json says of comparisons, by id: ``_FACTS``, ``text`` or ``asked_task`` null.
 
     Comparisons that differ in nothing but the checkpoint are a ``group``: its number, how many ``checkpoints`` it has,
     and as ``comparison`` its title.
     """
-    frame = pd.DataFrame.from_dict(facts, orient="index").reindex(columns=_FACTS)
-    others = [
-        json.dumps({key: value for key, value in about.items() if key not in _OF_A_CHECKPOINT}, sort_keys=True)
-        for about in facts.values()
-    ]
+    frame = pd.DataFrame([one.model_dump() for one in facts.values()], list(facts))[_FACTS]
+    others = [one.model_dump_json(exclude=_OF_A_CHECKPOINT) for one in facts.values()]
     group = pd.Series(pd.factorize(np.array(others))[0], frame.index)
     first = frame[["title", "model"]].groupby(group).transform("first")
     frame = frame.assign(group=group, checkpoints=group.map(group.value_counts()))
@@ -109,18 +112,7 @@ def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]
         title if number == 1 else str(title).replace(str(model), f"{number} checkpoints", 1)
         for title, model, number in zip(first["title"], first["model"], frame["checkpoints"], strict=True)
     ]
-    frame = frame.rename(columns={"task": "asked_task"})
-    return cases.join(frame, on="comparison_id").rename_axis("case_id")
-
-
-def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
-    """All parts of a table: the rows of ``cases``."""
-    keys = cases["comparison_id"].unique()
-    parts = [read_part(table, files.path(table, key)).rows for key in keys]
-    if not parts:
-        return pd.DataFrame(columns=TABLES[table].schema.names)
-    rows = pd.concat(parts, ignore_index=True)
-    return rows[rows["case_id"].isin(cases.index)]
+    return frame.rename(columns={"task": "asked_task"})
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

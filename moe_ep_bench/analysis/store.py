@@ -170,12 +170,13 @@ def kind_of(directory: Path) -> str:
     return "times"
 
 
-def read_store(directories: Iterable[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
+def load(directories: Path | Iterable[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
     """Read directories of times or of routing; one that is named twice is read once.
 
     Args:
         passed_over: gets a line for each thing that is left out; None = the first is raised.
-        join_draws: comparisons that differ in the seed of their traffic, or in its layer, become one.
+        join_draws: comparisons that differ in the seed of their traffic, or in its layer, become one; ``samples`` are
+            of one seed each, so read them apart.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
@@ -183,7 +184,7 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
     """
     read: list[Read] = []
     lines: list[str] = []
-    for name, folder in _named(directories).items():
+    for name, folder in _named([directories] if isinstance(directories, Path) else directories).items():
         try:
             read += _read_directory(name, folder, lines)
         except ResultsError as error:

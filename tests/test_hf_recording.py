@@ -19,8 +19,9 @@ from trace_files import tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import USER_ERROR
+from moe_ep_bench.models import shares
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality.checkpoint import Checkpoint, shares
+from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -114,8 +115,8 @@ def test_a_recording_that_is_cut_short_leaves_nothing_and_is_made_again(
 
 def test_shares_of_a_softmax_are_recorded_to_the_bit_and_of_a_sigmoid_sum_to_1(olmoe: Path, text: Path) -> None:
     seen = in_the_model(olmoe, text)[0]
-    assert np.array_equal(shares(seen.scores_TE), seen.scores_TE.numpy())
-    np.testing.assert_allclose(shares(seen.scores_TE * 3).sum(axis=1), 1, rtol=1e-6)
+    assert torch.equal(shares(seen.scores_TE), seen.scores_TE)
+    torch.testing.assert_close(shares(seen.scores_TE * 3), seen.scores_TE)
 
 
 def test_text_is_cut_into_sequences_across_lines_and_pieces(

@@ -101,6 +101,12 @@ def test_every_family_whose_config_is_read_is_routed_as_its_own_router_routes(fa
     assert not torch.equal(logits(model, ids_BS, DROP, num_ranks=2), unpatched(model, ids_BS))
 
 
+def test_layers_know_their_place_and_a_policy_that_does_not_fit_them_is_refused() -> None:
+    assert [layer.fraction for layer in find_moe_layers(tiny("mixtral"))] == [0, 0.5]
+    with pytest.raises(ValueError, match="num_ranks: expected a divisor of the 8 experts"):
+        logits(tiny("mixtral"), tokens(2, 4), DROP, num_ranks=3)
+
+
 def test_groups_that_no_policy_can_follow_are_refused() -> None:
     model = tiny("deepseek_v3", num_experts_per_tok=2, topk_group=2)
     with pytest.raises(ValueError, match=r"top_k \(2\) over topk_group \(2\) to be 2, by which deepseek_v3"):

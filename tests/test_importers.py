@@ -152,7 +152,7 @@ def sglang_response(ids_TLK, num_prompt=1, form=raw):
 
 
 def written(path, *lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\n")
     return path
 
 
@@ -239,6 +239,8 @@ def test_a_source_becomes_this_recording_and_is_replayed_and_the_same_again(tmp_
         np.testing.assert_allclose(tensors["scores"][place], sorted_TK, rtol=1e-3, atol=1e-7)
     assert tensors["expert_ids"].dtype == (np.uint16 if trace.num_experts > 256 else np.uint8)
     assert int.from_bytes(out.read_bytes()[:8], "little") % 8 == 0, "tensors begin at whole words"
+    with pytest.raises(ValueError, match="expected a name that is free"):
+        import_trace(kind, made.source, out, **options)
     import_trace(kind, made.source, out.with_name("again"), **options)
     assert out.with_name("again").read_bytes() == out.read_bytes()
     if trace.top_k > 1:
@@ -377,7 +379,7 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, number):
     elif kind == "esft":
         path.write_text(damage(path.read_text()))
     else:
-        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        lines = [json.loads(text) for text in path.read_text().split("\n") if text]
         damage(lines)
         written(path, *lines)
     assert refusal(kind, source, out, OPTIONS[kind]).startswith(f"{path}{place}")

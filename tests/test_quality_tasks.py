@@ -171,7 +171,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int | None, int | None]] = []
-        self.shift = 0.0
+        self.module: Any = None
 
     def simple_evaluate(
         self, model: Any, tasks: list[str], num_fewshot: int | None, limit: int | None, **_: Any
@@ -227,6 +227,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     }.items():
         module = ModuleType(name)
         module.__dict__.update(members)
+        stand_in.module = stand_in.module or module
         monkeypatch.setitem(sys.modules, name, module)
     task_manager.cache_clear()
     yield stand_in
@@ -269,6 +270,14 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert len(stand_in.asked) == 2
     assert main(["plot", str(tmp_path)]) == USER_ERROR
     assert "holds scores of tasks, of which there are no figures; `show` prints them" in capsys.readouterr().err
+
+
+def test_a_tag_stands_for_all_of_its_tasks_and_a_group_for_itself(stand_in: StandIn) -> None:
+    values = {"acc,none": 0.5}
+    for found, asked in ((("a", "b"), [True, True]), (("a", "both"), [False, True])):
+        stand_in.module.simple_evaluate = lambda found=found, **_: {"results": dict.fromkeys(found, values)}
+        rows = tasks_module.run_task(None, "both", None)
+        assert [row["is_asked"] for row in rows] == asked
 
 
 def test_a_task_that_fails_is_one_line_and_what_is_done_stays(

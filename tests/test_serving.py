@@ -392,6 +392,7 @@ def config_of(**changes: Any) -> Any:
         ('{"name": "expanded_drop", "capacity_factor": 1, "max_experts_per_token": 4}', {}, ""),
         ('{"name": "token_drop", "capacity_factor": 1, "modality": "image_first"}', {}, "modality"),
         ('{"name": "lynx", "num_dropped": 40}', {}, "num_dropped"),
+        ('{"name": "token_drop", "capacity_factor": {"0": 1.0, "1": 1.5}}', {}, ""),
         ("topk", {}, ""),
     ],
 )

@@ -12,6 +12,7 @@ from moe_ep_bench.models.spec import (
     ScoreFunction,
     logits_from_scores,
     scores_from_logits,
+    shares,
 )
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "load_model",
     "logits_from_scores",
     "scores_from_logits",
+    "shares",
     "spec_of",
 ]
 

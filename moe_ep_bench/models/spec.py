@@ -325,6 +325,14 @@ def scores_from_logits(logits_TE: Tensor, score_function: ScoreFunction) -> Tens
     return torch.nn.functional.softplus(logits_TE.float()).sqrt()
 
 
+def shares(scores_TE: Tensor) -> Tensor:
+    """Every expert's share of a token's score mass: float32 [T, E]. A softmax stays as it is, to the bit."""
+    sum_T1 = scores_TE.double().sum(dim=1, keepdim=True)
+    if bool(((sum_T1 - 1).abs() < 1e-4).all()):
+        return scores_TE
+    return (scores_TE / sum_T1).float()
+
+
 def logits_from_scores(scores_TE: Tensor, score_function: ScoreFunction) -> Tensor:
     """Logits that the score function turns back into these scores (softmax: rows that sum to 1)."""
     smallest = torch.finfo(torch.float32).tiny

@@ -28,9 +28,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError, brief
@@ -303,12 +301,3 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
             raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
         layers.append(layer)
     return layers
-
-
-def shares(scores_TE: Tensor) -> NDArray[np.float32]:
-    """Every expert's share of a token's score mass: [T, E]."""
-    full_TE = scores_TE.cpu().numpy()
-    sum_T1 = full_TE.sum(axis=1, keepdims=True, dtype=np.float64)
-    if np.abs(sum_T1 - 1).max(initial=0) < 1e-4:  # A softmax: as the router has it, to the bit.
-        return full_TE
-    return (full_TE / sum_T1).astype(np.float32)

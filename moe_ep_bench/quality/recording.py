@@ -29,8 +29,9 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError, progress_bar
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.models import shares
 from moe_ep_bench.policies.sere import FORMAT, TENSOR
-from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers, shares
+from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.torchrun import device_type
 from moe_ep_bench.workload.trace import TraceWriter, sha256_of, trace_info, written_trace
@@ -102,7 +103,7 @@ def record(
 
 def _add_call(writer: TraceWriter, call: RouterCall) -> None:
     """Keep what a router did in a pass."""
-    full_TE = shares(call.scores_TE)
+    full_TE = shares(call.scores_TE).cpu().numpy()
     ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
     writer.add(call.layer.number, ids_TK, None, call.layer.name, full_TE=full_TE)
 

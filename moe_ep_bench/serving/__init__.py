@@ -123,8 +123,7 @@ def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> 
             raise UserError(
                 f"{policy.name}: may give a token {most} experts, and vLLM's kernels have {layer.top_k} slots for one"
             )
-        if not policy.by_layer or len(layers) > 1:
-            try_policies(layer, [policy], num_ranks)
+        try_policies(layer, [policy], num_ranks)
 
 
 def num_ranks(config: Any) -> int:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.experts import seeded_generator
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models import ModelSpec, shares
 from moe_ep_bench.policies import Policy, Routing
-from moe_ep_bench.quality.checkpoint import Choice, MoELayer, shares
+from moe_ep_bench.quality.checkpoint import Choice, MoELayer
 from moe_ep_bench.quality.routed import PolicyRouter
 from moe_ep_bench.workload.trace import written_trace
 
@@ -225,7 +225,7 @@ class Recorder:
 
     def add(self, place: int, choice: Choice, ids_TK: Tensor) -> None:
         """Add what a layer, the layers' ``place``, chose in the step."""
-        self._step[place] = shares(choice.scores_TE), ids_TK.cpu().numpy()
+        self._step[place] = shares(choice.scores_TE).cpu().numpy(), ids_TK.cpu().numpy()
 
     def forget(self, names: Iterable[str]) -> None:
         """Requests that ended: who has such a name from now on is another."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, Field, NonNegativeInt, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, naming, problem_words
-from moe_ep_bench.models import ModelSpec, load_model, scores_from_logits
+from moe_ep_bench.models import ModelSpec, load_model, scores_from_logits, shares
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.trace import TraceWriter, score_words, written_trace
 
@@ -345,8 +345,7 @@ def _megatron_shares(read: _Pass, where: str, sidecar: Path, model: ModelSpec) -
         expected = f"{read.num_tokens} tokens from byte {read.logit_offset} on"
         raise UserError(f"{where}: {sidecar.name}: expected {expected}, got fewer")
     logits_TE = torch.from_numpy(bits_N.reshape(shape)).view(torch.bfloat16)
-    scores_TE = scores_from_logits(logits_TE, model.score_function)
-    return (scores_TE / scores_TE.sum(dim=1, keepdim=True)).numpy()
+    return shares(scores_from_logits(logits_TE, model.score_function)).numpy()
 
 
 # ---- importing -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from test_workload import top_k_load
 
-from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
@@ -56,21 +56,6 @@ def config(folder: Path, **workload: Any) -> Path:
     return path
 
 
-def planned(path: Path) -> Comparison:
-    return compare(load_experiments(path, on_cpu=True)[0], ROUTING, on_cpu=True)
-
-
-def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
-    """One rank's counts alone are such."""
-    written(tmp_path, [[0, 0, 0, 9]])
-    path = config(tmp_path)
-    path.write_text(path.read_text().replace("top_k: 1", "top_k: 2"))
-    with pytest.raises(
-        UserError, match=r"^workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4$"
-    ):
-        planned(path)
-
-
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
     written(tmp_path)
     found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
@@ -84,10 +69,6 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
     assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"
-    both = "skew_from, layer: expected both or none"
-    for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": None}, both), ({"skew_from": None}, both)):
-        with pytest.raises(UserError, match=message):
-            planned(config(tmp_path, **wrong))
 
 
 # What is wrong: the content of counts.json, and what the line says behind the file's name.
@@ -118,18 +99,27 @@ def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
         read_counts(tmp_path / "counts.pt")
 
 
-def test_counts_of_another_model_or_none_are_a_mistake_of_the_config(tmp_path: Path) -> None:
-    of_two = "skew_from: expected counts of 4 experts, got 2"
-    for content, words in (([[1, 2], [3, 4]], of_two), ({"x": 1}, r"\S*counts.json: expected logical_[^\n]*")):
-        written(tmp_path, content)
-        with pytest.raises(UserError, match=f"^workload: {words}$"):
-            planned(config(tmp_path))
-
-
-def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
-    written(tmp_path)
-    with pytest.raises(UserError, match="skew, skew_from: expected one of the two, got both"):
-        load_experiments(config(tmp_path, skew="power_law_1.2"), on_cpu=True)
-    for missing in ("none.json", "."):
-        with pytest.raises(UserError, match=r"^workload: [^:]*: no such file"):
-            planned(config(tmp_path, skew_from=missing))
+@pytest.mark.parametrize(
+    ("content", "workload", "words"),
+    [
+        ([[1, 2], [3, 4]], {}, "workload: skew_from: expected counts of 4 experts, got 2"),
+        ([[0, 0, 0, 9]], {"top_k": 2}, r"workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4"),
+        ({"x": 1}, {}, r"workload: \S*counts.json: expected logical_[^\n]*"),
+        (COUNTS, {"skew": "power_law_1.2"}, r"[^\n]*skew, skew_from: expected one of the two, got both"),
+        (COUNTS, {"skew_from": "none.json"}, "workload: [^:]*: no such file"),
+        (COUNTS, {"layer": 2}, r"[^\n]*expected 0 to 1[^\n]*"),
+        (COUNTS, {"layer": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
+        (COUNTS, {"skew_from": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
+    ],
+)
+def test_counts_that_do_not_suit_a_config_are_one_line(
+    content: Any, workload: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Such counts as no top-k gives are those of one rank alone."""
+    written(tmp_path, content)
+    asked = {**workload}
+    top_k = asked.pop("top_k", 1)
+    path = config(tmp_path, **asked)
+    path.write_text(path.read_text().replace("top_k: 1", f"top_k: {top_k}"))
+    with pytest.raises(UserError, match=f"^{words}$"):
+        compare(load_experiments(path, on_cpu=True)[0], ROUTING, on_cpu=True)

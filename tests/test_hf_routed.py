@@ -297,17 +297,6 @@ def test_capacity_is_each_ranks_own() -> None:
         assert int(both.routing.map_TE[of_rank_T].sum(0).max()) <= capacity
 
 
-def test_local_expansion_stays_on_a_tokens_rank() -> None:
-    model, ids_BS = tiny("mixtral"), tokens(4, 16)
-    policy = make_policy({"name": "expanded_drop", "capacity_factor": 2.0})
-    one, _ = looked_at(model, ids_BS, policy, num_ranks=4)
-    assert one.routing is not None
-    added_TE = one.routing.map_TE & ~one.own_TE
-    rank_T = one.forward_pass.sequence_T % 4
-    assert added_TE.any()
-    assert (added_TE.nonzero()[:, 1] // 2 == rank_T[added_TE.nonzero()[:, 0]]).all()
-
-
 def test_batch_wide_statistics_are_of_all_ranks() -> None:
     model, ids_BS = tiny("mixtral"), tokens(8, 1)
     policy = make_policy({"name": "oea", "k0": 1})

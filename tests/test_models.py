@@ -12,14 +12,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.phases import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
 from moe_ep_bench.models.memory import Fit, Served
 
@@ -47,12 +44,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
         "tie_word_embeddings": False, "vocab_size": 50304,
     },
-    "mixtral-8x7b": {
-        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_act": "silu",
         "num_hidden_layers": 27, "first_k_dense_replace": 1, "moe_layer_freq": 1, "hidden_size": 2048,
@@ -63,21 +54,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
         "tie_word_embeddings": False,
     },
-    "deepseek-moe-16b": {
-        "model_type": "deepseek", "architectures": ["DeepseekForCausalLM"], "hidden_act": "silu",
-        "num_hidden_layers": 28, "first_k_dense_replace": 1, "moe_layer_freq": 1, "hidden_size": 2048,
-        "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102400, "attention_bias": False,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
-        "num_experts_per_tok": 6, "scoring_func": "softmax", "norm_topk_prob": False, "tie_word_embeddings": False,
-    },
     "deepseek-v3": DEEPSEEK_V3,
-    "qwen1.5-moe-a2.7b": {
-        "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False,
-        "decoder_sparse_step": 1, "tie_word_embeddings": False, "vocab_size": 151936,
-    },
     "qwen3-30b-a3b": QWEN3 | {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
         "num_attention_heads": 32,
@@ -163,7 +140,7 @@ def test_a_published_config_json_gives_the_preset(tmp_path: Path, name: str) -> 
     stem = preset.source.partition(" ")[0].replace("/", "--")  # its id on Hugging Face
     file = next((path for path in PUBLIC_FILES if path.name == f"{stem}_config.json"), None)
     if file is None:
-        pytest.skip("aiconfigurator-core is not installed")
+        pytest.skip("aiconfigurator-core is not installed, or has no such file")
     assert facts(load_hf_model(file)) == facts(preset)
 
 
@@ -261,15 +238,6 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
 
 
 # What specs say
-
-
-def test_deepseek_v2_scores_a_group_by_its_best_expert(tmp_path: Path) -> None:
-    model = load_model(str(written(tmp_path, DEEPSEEK_V2)))
-    assert (model.num_groups, model.top_groups, model.group_score_experts) == (8, 3, 1)
-    assert (model.score_function, model.normalize, model.routed_scale) == ("softmax", False, 16.0)
-    assert any("group's score sums its best 2 experts" in sentence for sentence in model.departures)
-    assert model.num_parameters is not None
-    assert model.num_parameters / 1e9 == pytest.approx(236, rel=0.005)  # arXiv 2405.04434
 
 
 @pytest.mark.parametrize(
@@ -383,9 +351,9 @@ def test_only_the_files_own_keys_count(tmp_path: Path) -> None:
     """Not names of a spec's fields; and a dense width that no layer has may be 0."""
     plain = load_hf_model(written(tmp_path, changed("qwen3-30b-a3b", intermediate_size=0)))
     assert (plain.first_dense_layers, plain.dense_ffn_hidden_size) == (0, 0)
-    values = changed("mixtral-8x7b", first_dense_layers=2, normalize=False)
+    values = changed("olmoe-1b-7b", first_dense_layers=2, normalize=True)
     spec = load_hf_model(written(tmp_path, values))
-    assert (spec.first_dense_layers, spec.normalize) == (0, True)
+    assert (spec.first_dense_layers, spec.normalize) == (0, False)
 
 
 def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -> None:
@@ -424,18 +392,6 @@ def test_routed_experts_may_have_a_width_of_their_own() -> None:
     of_wide, of_narrow = (held(model, 8, 64) for model in (wide, narrow))
     assert of_narrow["expert_bytes"] * 4 == of_wide["expert_bytes"]
     assert of_wide["row_bytes"] - of_narrow["row_bytes"] == 64 * 8 * 2 * 3 * wide.hidden_size * 2
-    work = RankWork(4096, 4096 * 8, np.full(32, 1024))
-    of = [layer_us(model, work) for model in (wide, narrow)]
-    assert (of[0]["gate"], of[0]["shared"]) == (of[1]["gate"], of[1]["shared"])
-    assert of[1]["permute"] == pytest.approx(of[0]["permute"] / 4)
-    assert of[1]["experts"] < of[0]["experts"] / 3
-
-
-def layer_us(model: ModelSpec, work: RankWork) -> dict[str, float]:
-    times: dict[str, float] = {}
-    for phase, time_us in layer_segments(Device.named("h100-sxm"), model, work, by_policy=False, batch_wide=False):
-        times[phase] = times.get(phase, 0.0) + time_us
-    return times
 
 
 V2_BY_ITS_FIRST_NAME = DEEPSEEK_V2 | {"model_type": "deepseek"}

@@ -143,15 +143,7 @@ def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Pa
     assert ours.reference_error.isna().all() if "reference_error" in ours else True
 
 
-def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled: Path) -> None:
-    rows = routing_of(modelled)
-    loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
-    label = "EPLB, 1 spare per rank"
-    assert loads[label].sum() < loads["native"].sum(), "of the batches for which it was planned"
-    of_eplb, of_native = rows[rows.label == label], rows[rows.label == "native"]
-    assert of_eplb.num_dropped_pairs.sum() == 0
-    assert of_eplb.num_pairs.sum() == of_native.num_pairs.sum()
-    assert [list(load) for load in of_eplb.load_E] == [list(load) for load in of_native.load_E]
+def test_replicas_cost_memory_in_every_layer_of_the_model(modelled: Path) -> None:
     cases = json.loads((modelled / "run.json").read_text())["cases"].values()
     extra = {case["label"]: case["extra_bytes_per_rank"] for case in cases}
     model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
@@ -228,17 +220,10 @@ def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
     np.testing.assert_allclose(combine_us, [links.intra.time_us(4 * 512)] * 2)
 
 
-def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:
-    rows, samples = routing_of(modelled), cases_of(modelled)
-    static, usual, assumed = (
-        f"EPLB{how}, 1 spare per rank" for how in ("", " + LP (100 us to solve)", " + LP (7 us to solve)")
-    )
-    loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
-    assert (loads[assumed] <= loads[static]).all()
-    assert (loads[assumed] < loads[static]).any()
-    assert loads[usual].tolist() == loads[assumed].tolist()
+def test_solving_counts_where_every_rank_solves_a_batch(modelled: Path) -> None:
+    samples, cases = cases_of(modelled), json.loads((modelled / "run.json").read_text())["cases"]
     policy = samples[samples.phase == "policy"].set_index("case_id").time_us
-    labels = json.loads((modelled / "run.json").read_text())["cases"]
-    policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
-    assert policy_us[assumed] == pytest.approx(policy_us["native"] + 7)
-    assert policy_us[usual] == pytest.approx(policy_us["native"] + 100)
+    policy_us = policy.groupby(policy.index.map(lambda case_id: cases[case_id]["label"])).median()
+    for us in (7, 100):
+        of_lp = policy_us[f"EPLB + LP ({us} us to solve), 1 spare per rank"]
+        assert of_lp == pytest.approx(policy_us["native"] + us)

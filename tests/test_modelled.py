@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
@@ -304,39 +304,6 @@ def test_moe_layers_are_those_of_a_layer_alone() -> None:
         own = ("rest", "attention")
         found = {layer_and_phase(name)[1]: us for name, us in times.items() if layer_and_phase(name)[0] == layer}
         assert {phase: us for phase, us in found.items() if phase not in own} == pytest.approx(alone)
-
-
-@pytest.mark.parametrize(("batch_wide", "names"), [(False, 3), (True, 4)])
-def test_meetings_come_layer_after_layer(batch_wide: bool, names: int) -> None:
-    work = prefill(100)
-    legs, meetings = legs_of(pass_segments(DEVICE, WHOLE, 3, work, by_policy=True, batch_wide=batch_wide))
-    moe = ["wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"][-names:]
-    assert meetings == [(layer, meeting) for layer in (1, 2) for meeting in moe]
-    assert len(legs) == len(meetings) + 1
-    # What precedes the first meeting, and what follows the last.
-    assert {"embedding", (0, "attention"), (0, "dense"), (1, "gate")} <= set(legs[0])
-    assert {(2, "permute"), (2, "rest"), "rest", "output"} <= set(legs[-1])
-    assert {(1, "permute"), (1, "rest"), (2, "rest"), (2, "attention"), (2, "gate")} <= set(legs[names])
-
-
-@settings(max_examples=30)
-@given(
-    st.sampled_from(sorted(PRESETS)),
-    st.sampled_from(sorted(DEVICES)),
-    st.lists(st.integers(1, 4096), min_size=1, max_size=4),
-    st.integers(1, 2048),
-)
-def test_more_prompt_takes_longer(model: str, device: str, lengths: list[int], more: int) -> None:
-    spec = PRESETS[model]
-    layers = spec.first_dense_layers + 1
-    work, longer = (
-        prefill(*one, model=spec, num_layers=layers) for one in (lengths, [lengths[0] + more, *lengths[1:]])
-    )
-    assert total_us(longer, spec, DEVICES[device]) > total_us(work, spec, DEVICES[device])
-    # The same tokens in one prompt: no less of attention.
-    one = prefill(sum(lengths), model=spec, num_layers=layers)
-    parts, whole = (pass_phases(each, spec, DEVICES[device])[0, "attention"] for each in (work, one))
-    assert whole >= parts * (1 - 1e-12)
 
 
 def test_a_pass_on_a_lone_rank_meets_nobody_and_nothing_to_do_takes_no_time() -> None:

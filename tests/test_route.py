@@ -102,17 +102,6 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
             assert found["dropped_share"] == pytest.approx(dropped)
 
 
-def test_a_capacity_binds_on_every_virtual_rank(tmp_path: Path) -> None:
-    out = route(write_config(tmp_path), tmp_path / "out", []).root
-    rows = rows_of(out)
-    dropping = rows[rows["policy"] == "token_drop"]
-    assert len(dropping) == 2 * 4
-    for _, row in dropping.iterrows():
-        assert max(row["load_E"]) <= row["num_tokens"] * 6 // 64 == 2
-    native = rows[rows["policy"] == "native"]
-    assert native["load_E"].map(max).max() > 2  # So that the claim above says something.
-
-
 def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> None:
     rows = rows_of(full)
     assert (set(rows["mode"]), set(rows["layer"])) == ({"route"}, {0, 1, 2})

@@ -163,7 +163,7 @@ def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
         values = raw.get(section) if section else raw
         if isinstance(values, dict):
             values.pop(name, None)
-    sweep = {key: values for key, values in sweep.items() if not key.startswith((*_OWN, "workload.num_batches"))}
+    sweep = {key: values for key, values in sweep.items() if not key.startswith(_OWN)}
     return raw, sweep, []
 
 
@@ -241,9 +241,7 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
 
 def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
     """Something says how busy experts are."""
-    if isinstance(workload, RecordedConfig):
-        return True
-    return not (workload.skew is None and workload.skew_from is None and workload.peak_load is None)
+    return isinstance(workload, RecordedConfig) or any([workload.skew, workload.skew_from, workload.peak_load])
 
 
 def _is_drawn(experiment: Experiment) -> bool:
@@ -303,7 +301,7 @@ def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[
         "decode": not decodes,
         "prefill": decodes,
         "scores": any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads),
-        "requests": any(one.is_step and one.request_tokens == 1 for one in workloads),
+        "requests": any(one.request_tokens == 1 for one in workloads),
         "ranks": any(one.layer.ep_size == 1 or one.scope == "model" for one in experiments),
     }
     kept: dict[str, list[dict[str, Any]]] = {"policies": [], "replication": [], "rebalance": []}

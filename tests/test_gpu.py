@@ -197,7 +197,7 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
 @TWO_GPUS
 def test_a_killed_nccl_rank_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
-    config = write_config(tmp_path, policies=policies, workload__num_batches=1, measure__timeout_s=20)
+    config = write_config(tmp_path, policies=policies, workload__num_batches=1)
     done = launch(config, "--out", tmp_path / "out", nproc=2, faults="token_drop=kill")
     assert done.returncode == CASES_FAILED, done.stderr
     found = statuses(tmp_path / "out")

@@ -247,13 +247,22 @@ def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
     assert hidden_files(out) == []
 
 
-def test_a_job_that_is_asked_to_end_ends_with_all_ranks_and_no_case_is_blamed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["asked to end", "torchrun is killed", "one rank alone is asked to end"])
+def test_ranks_end_with_torchrun_and_begin_again_without_one_of_them_and_no_case_is_blamed(
+    fault: str, tmp_path: Path
+) -> None:
     config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
     with started(config, out) as job:
         ranks = ranks_of(job)
-        os.kill(job.pid, signal.SIGTERM)
-        check_stopped(job, signal.SIGTERM)
-        assert not any(map(is_running, ranks))
+        assert len(ranks) == 2
+        if fault == "one rank alone is asked to end":
+            ranks[1].terminate()
+            wait_until(lambda: len(ranks_of(job)) == 2 and not set(ranks) & set(ranks_of(job)), 300)
+            ranks = ranks_of(job)
+        os.kill(job.pid, signal.SIGKILL if fault == "torchrun is killed" else signal.SIGTERM)
+        if fault != "torchrun is killed":
+            check_stopped(job, signal.SIGTERM)
+        wait_until(lambda: not any(map(is_running, ranks)), 200)
     check_nobody_is_blamed(out)
 
 
@@ -269,16 +278,6 @@ def check_nobody_is_blamed(out: Path) -> None:
         collect_lost(out / "attempts", [comparison_id])
         assert not results.is_held(out, comparison_id)
     assert [path.read_text() for path in (out / "attempts").iterdir()] == []
-
-
-def test_ranks_end_with_torchrun_that_is_killed_and_no_case_is_blamed(tmp_path: Path) -> None:
-    config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
-    with started(config, out) as job:
-        ranks = ranks_of(job)
-        assert len(ranks) == 2
-        os.kill(job.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(is_running, ranks)), 200)
-    check_nobody_is_blamed(out)
 
 
 def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_ctrl_c_ends_one(tmp_path: Path) -> None:

@@ -246,3 +246,11 @@ def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
     secret = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_NCCL_PASSWORD", "HOME", "CUDA_TOKEN", "SLURM_JWT")
     variables = {**dict.fromkeys(kept, "1"), **dict.fromkeys(secret, "secret")}
     assert provenance.relevant_variables(variables) == dict.fromkeys(kept, "1")
+
+
+def test_gpus_are_described_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
+    # nvidia-smi underlines.
+    monkeypatch.setattr(provenance, "_output", lambda *command: "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18")
+    there = {"driver": "570.86.15", "gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
+    assert provenance.describe_gpus() == there

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from test_run import environment
 from torch.distributed import DistBackendError
 
 from moe_ep_bench import files
+from moe_ep_bench.bench.run import left_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of, hold, is_held, lock_file
@@ -214,6 +216,28 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
     assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
 
 
+def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_tried_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    comparison = SimpleNamespace(comparison_id="x", cases=[SimpleNamespace(case_id=case) for case in "ab"])
+
+    def left(launch: int, *, force: bool = False) -> tuple[list[str], list[str]]:
+        (found,) = left_of(directory, [comparison], launch, force=force)
+        return found.case_ids, [f"{status}: {words}" for status, words in found.lost.values()]
+
+    for launch in (0, 1):
+        assert left(launch) == (["a", "b"], [])
+        directory.write("samples", "x", [{"case_id": case, "status": "ok"} for case in "ab"], launch)
+        assert left(launch) == ([], [])
+    assert left(1, force=True) == ([], []), "the first launch of this very job would go"
+    assert left(0, force=True) == (["a", "b"], [])
+    assert directory.parts("samples") == {}
+    write_json(directory.attempts / "b.json", ["failed: x", "oom: 20 GiB (rank 1)"])
+    assert left(0) == (["a"], ["oom: 20 GiB (rank 1) (2 attempts)"])
+    write_json(directory.attempts / "x.json", ["failed: y"] * 3)
+    assert left(0) == ([], ["failed: y (3 attempts)"] * 2), "the whole comparison was"
+    assert left(0, force=True) == (["a", "b"], [])
+
+
 def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
 
@@ -342,6 +366,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
 HOLDER = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from moe_ep_bench.results import hold
 with hold(Path(sys.argv[1]), {"one": "one"}):
     print("held", flush=True)

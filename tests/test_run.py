@@ -158,29 +158,16 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
         assert rank["peak_memory_bytes"] > 2**20
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run of two launches, whose ranks hold as many tokens, beside its results ``out``."""
+def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(tmp_path: Path) -> None:
     small = {"workload__num_batches": 1, "workload__num_tokens": 192, "measure__iterations": 1}
     policies = [{"name": "token_drop", "capacity_factor": 1.0}]
-    folder = tmp_path_factory.mktemp("launched")
-    config = write_config(folder, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
-    done = launch(config, "--out", folder / "out")
+    config = write_config(tmp_path, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
+    out = tmp_path / "out"
+    done = launch(config, "--out", out)
     assert done.returncode == OK, done.stderr
-    return config
-
-
-def test_every_batch_of_every_rank_is_routed_once(launched: Path) -> None:
-    out = launched.parent / "out"
-    rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
-    assert not rows.duplicated(["case_id", "rank", "batch"]).any()
-    rows = rows[rows.policy == "token_drop"]
-    assert [max(loads) for loads in rows.load_E] == [96 * 6 // 64] * 2
-    assert rows.reference_error.max() < 1e-4
-
-
-def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(launched: Path) -> None:
-    out = launched.parent / "out"
+    routed = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
+    assert not routed.duplicated(["case_id", "rank", "batch"]).any()
+    assert [max(loads) for loads in routed[routed.policy == "token_drop"].load_E] == [96 * 6 // 64] * 2
     rows = cases_of(out)
     assert rows.groupby(["case_id", "launch"]).size().unstack().nunique(axis=1).eq(1).all()
     assert rows.groupby("launch").run_id.nunique().to_dict() == {0: 1, 1: 1}
@@ -193,7 +180,7 @@ def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(
     (_, part) = sorted((out / "cases").iterdir())
     gone = rows.case_id.iloc[0]
     pq.write_table(pq.read_table(part).filter(pc.field("case_id") != gone), part)
-    done = launch(launched, "--out", out)
+    done = launch(config, "--out", out)
     assert done.returncode == OK, done.stderr
     assert "finished before; --force runs them again" in done.stderr
     again = cases_of(out)

@@ -134,6 +134,7 @@ class TimedFacts(ComparisonFacts):
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     whole: ModelExtent | None = None  # None = one layer was timed
     draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)
+    layers: Count = 1  # of a recording, likewise
 
 
 class JudgedFacts(JsonRecord):

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import yaml
 from markupsafe import escape
-from results_builder import ELSEWHERE_TOTAL_US, FakeCase, FakeComparison, write_run, write_whole
+from results_builder import ELSEWHERE_TOTAL_US, FakeCase, FakeComparison, shown_text, write_run, write_whole
 from trace_files import write_trace
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_lines, advice_text, candidates
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed
 from moe_ep_bench.analysis.page import page_of
+from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
@@ -194,9 +195,16 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:
-    workload = {"kind": "recorded", "description": "", "tail_model": "popularity"}
+    workload = {"kind": "recorded", "description": "tiny, layer 1", "tail_model": "popularity"}
     layers = swept(1.2, 1.3, 1.4, key="workload.layer", workload=workload, **MODELLED)
-    text = advice_text(load_timed(write_run(tmp_path, layers, "emulated")), BOUNDS)
+    layers[0] = dataclasses.replace(layers[0], facts={**layers[0].facts, "title": "Tiny, layer 1"})
+    directory = write_run(tmp_path, layers, "emulated")
+    store = load_timed(directory)
+    (about,) = comparisons(store).to_dict("records")
+    assert about["title"] == "Tiny, 3 layers from 1 to 3"
+    assert "tiny, 3 layers from 1 to 3" in about["workload_words"]
+    assert "Student's t over 3 layers]" in shown_text(directory)
+    text = advice_text(store, BOUNDS)
     (row,) = rows_of(text)
     assert row[1].startswith("1.300 [")
     assert row[2] == "1.846", "the first line has the table's milliseconds"
@@ -240,7 +248,8 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     costs = zip((1.1, 1.5, 1.3), (0.05, 0.11, 0.08), strict=True)
     draws = {f"draw{number}": [drop(1.5, *cost, 0.97)] for number, cost in enumerate(costs)}
     store = load_timed(write_run(tmp_path / "draws", of_draws(**draws)))
-    assert comparisons(store)[["comparison_id", "num_draws"]].to_numpy().tolist() == [["draw0", 3]]
+    columns = ["comparison_id", "num_draws", "workload_words"]
+    assert comparisons(store)[columns].to_numpy().tolist() == [["draw0", 3, "synthetic workload: 3 seeds from 0 to 2"]]
     (row,) = candidates(store, BOUNDS).to_dict("records")
     assert row["speedup_low"] < 1.1 < row["speedup_median"] < 1.5 < row["speedup_high"]
     assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
@@ -266,9 +275,9 @@ def asked(*arguments: object) -> Question:
     return ask(options, Bounds.of(options.max_dropped, options.max_lost_mass))
 
 
-def recording(path: Path, *, full: bool) -> Path:
+def recording(path: Path, *, full: bool, **metadata: str) -> Path:
     shape = {"length_S": (16,) * 4, "num_layers": 3, "num_experts": 64, "top_k": 8}
-    return write_trace(path, **shape, full=full, model="allenai/OLMoE")
+    return write_trace(path, **shape, full=full, model="allenai/OLMoE", **metadata)
 
 
 def experiments_of(question: Question) -> list[Experiment]:
@@ -414,6 +423,20 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     assert {one.workload.arrangement for one in experiments_of(step)} == {"decode"}
     assert "assumed: requests that decode route as their prompts did" in step.notes
     assert "replicas" in asked(ROOT / "configs/model-prefill.yaml").notes[-1]
+
+
+def test_a_recording_of_decode_is_asked_about_steps_with_a_cache(tmp_path: Path) -> None:
+    steps = recording(tmp_path / "steps.safetensors", full=True, phase="decode")
+    for flag in ("--tokens", "--decode-tokens"):
+        question = asked("--model", "olmoe-1b-7b", "--ep", 8, flag, 64, "--trace", steps)
+        assert {one.whole.context_length for one in experiments_of(question)} == {2048}
+        assert {rest_of(comparison).of for comparison in question.comparisons} == {"a step after 2,048 tokens"}
+        noted = "assumed: tokens are requests of a step, as the recording is of decode" in question.notes
+        assert noted == (flag == "--tokens")
+    # A config that states no cache has no pass of a model.
+    step = asked(ROOT / "configs/decode.yaml").comparisons[0]
+    with pytest.raises(ValueError, match=r"^whole.context_length: expected the tokens in the cache"):
+        rest_of(step)
 
 
 # ---- command -------------------------------------------------------------------------------------------------------

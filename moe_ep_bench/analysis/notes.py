@@ -156,10 +156,11 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
 
 def _spread(one: Comparison) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
-    num_launches, draws = len(one.conditions), one.facts.draws
+    num_launches, draws, layers = len(one.conditions), one.facts.draws, one.facts.layers
     if one.facts.num_batches < MIN_BATCHES:
         return f"(min..max: {FEW_BATCHES})"
     launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    launches = f", and Student's t over {layers} layers" if layers > 1 else launches
     launches = f", and Student's t over {draws} draws of the traffic" if draws > 1 else launches
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ _COLUMNS = {
     "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
 }
 SEED = "workload.seed"
-_JOINED = (SEED, "workload.layer")
+LAYER = "workload.layer"
+_JOINED = (SEED, LAYER)
 _Type = TypeVar("_Type", bound=BaseModel)
 
 
@@ -408,8 +410,25 @@ def _shared(members: Sequence[Comparison]) -> Comparison:
         first = min(members, key=lambda comparison: comparison.facts.layer or 0)
         return replace(first, comparison_id=facts.group)
     num_batches = sum(comparison.facts.num_batches for comparison in members)
-    draws = len(members) if SEED in facts.point else 1
-    title = facts.title.replace(", one draw", f", {draws} draws")
-    shared = {"title": title, "point": _point(first), "num_batches": num_batches, "draws": draws}
+    swept = {key: {one.facts.point[key] for one in members} for key in _JOINED if key in facts.point}
+    draws = len(members) if SEED in swept else 1
+
+    def of_all(words: str) -> str:
+        """Words of the first comparison, said of all."""
+        words = words.replace(", one draw", f", {draws} draws")
+        for key, values in swept.items():
+            name = key.rpartition(".")[2]
+            several = f"{len(values)} {name}s from {min(values)} to {max(values)}"
+            words = re.sub(rf"\b{name} {facts.point[key]}\b", several, words, count=1)
+        return words
+
+    shared = {
+        "title": of_all(facts.title),
+        "workload": facts.workload.model_copy(update={"description": of_all(facts.workload.description)}),
+        "point": _point(first),
+        "num_batches": num_batches,
+        "draws": draws,
+        "layers": len(swept.get(LAYER, [0])),
+    }
     conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
     return replace(first, facts=facts.model_copy(update=shared), conditions=conditions)

@@ -193,6 +193,8 @@ def rest_of(comparison: Comparison) -> Rest:
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     checks.check_whole_model(model, experiment)
+    if experiment.workload.is_step and not experiment.whole.context_length:
+        raise UserError("whole.context_length: expected the tokens in the cache of a step's requests, got 0")
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
     if context := experiment.whole.context_length:

@@ -191,6 +191,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     notes: list[str] = []
     if options.trace is not None:
         traffic, notes = _recorded(options.trace, decode)
+        decode = traffic["arrangement"] == "decode"
     named = options.model in ModelSpec.names()
     raw = {
         "name": "advise",
@@ -222,6 +223,8 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
         notes.append(f"assumed: top-k score mass {_TOPK_SHARE:g}")
     if decode and not is_of_decode:
         notes.append("assumed: requests that decode route as their prompts did")
+    if is_of_decode and not decode:
+        notes.append("assumed: tokens are requests of a step, as the recording is of decode")
     return found, notes
 
 

@@ -46,7 +46,6 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import (
     Count,
     Factor,
-    Phase,
     Positive,
     Routing,
     RoutingContext,
@@ -56,13 +55,7 @@ from moe_ep_bench.policies.contract import (
     policy,
 )
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import (
-    integer_keys,
-    preference,
-    top_k_map,
-    weighted,
-    without_padding,
-)
+from moe_ep_bench.policies.selection import integer_keys, preference, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import NUM_BINS, by_group, lowest
 
 Metric = Literal["score", "order", "reverse_order", "random"]
@@ -166,8 +159,8 @@ class CapacityPolicy(SteppedPolicy):
 class TokenDrop(CapacityPolicy):
     """Capacity-aware Token Drop (arXiv 2503.05066, Algorithm 1)."""
 
-    name: ClassVar[str] = "token_drop"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
+    name = "token_drop"
+    acts_in = ("prefill",)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
@@ -190,10 +183,10 @@ class ExpandedDrop(CapacityPolicy):
             limit.
     """
 
-    name: ClassVar[str] = "expanded_drop"
-    experts_in: ClassVar[tuple[str, ...]] = ("num_candidates", "max_experts_per_token")
-    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
-    looks_past_top_k: ClassVar[bool] = True
+    name = "expanded_drop"
+    experts_in = ("num_candidates", "max_experts_per_token")
+    acts_in = ("prefill",)
+    looks_past_top_k = True
 
     num_candidates: Count | None = None
     scope: Scope = "local"
@@ -258,8 +251,8 @@ class BudgetDrop(SteppedPolicy):
         max_lost_mass: most of the top-k's score mass that is lost, 0 to 1.
     """
 
-    name: ClassVar[str] = "budget_drop"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
+    name = "budget_drop"
+    acts_in = ("prefill",)
 
     max_dropped: Share | None = None
     max_lost_mass: Share | None = None

@@ -35,7 +35,7 @@ class LoadAwarePolicy(SteppedPolicy):
         carry_loads: start a batch from the loads that this rank's earlier ones left (``load_E``), not from zero.
     """
 
-    looks_past_top_k: ClassVar[bool] = True
+    looks_past_top_k = True
     torch_only: ClassVar[Mapping[str, object]] = {"carry_loads": True}
 
     carry_loads: Flag = False
@@ -70,8 +70,8 @@ class Laser(LoadAwarePolicy):
             may lose experts of the top-k.
     """
 
-    name: ClassVar[str] = "laser"
-    experts_in: ClassVar[tuple[str, ...]] = ("c",)
+    name = "laser"
+    experts_in = ("c",)
 
     eps_high: Share
     t_fix: Share
@@ -97,7 +97,7 @@ class Laser(LoadAwarePolicy):
 class LoadOnly(LoadAwarePolicy):
     """The K least loaded of all experts, the more preferred first among equals: the balance bound."""
 
-    name: ClassVar[str] = "load_only"
+    name = "load_only"
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, None]:
         """Everyone's pool is all experts."""

@@ -11,12 +11,9 @@ Shapes: T = local tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import (
     ByLayer,
-    Phase,
     Positive,
     Routing,
     RoutingContext,
@@ -39,9 +36,9 @@ class Pruned(SteppedPolicy):
         p: above 0, to 1; 1 cuts nothing. A row without mass reaches no share.
     """
 
-    name: ClassVar[str] = "pruned"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    experts_in: ClassVar[tuple[str, ...]] = ("k0",)
+    name = "pruned"
+    acts_in = ("decode",)
+    experts_in = ("k0",)
 
     k0: Positive
     p: ShareAboveZero = 1.0
@@ -77,9 +74,9 @@ class OEA(Pruned):
         max_rank: positions of its list that a token looks at; None = all.
     """
 
-    name: ClassVar[str] = "oea"
-    looks_past_top_k: ClassVar[bool] = True
-    experts_in: ClassVar[tuple[str, ...]] = ("k0", "k_max", "max_rank")
+    name = "oea"
+    looks_past_top_k = True
+    experts_in = ("k0", "k_max", "max_rank")
 
     k_max: Positive | None = None
     max_rank: Positive | None = None

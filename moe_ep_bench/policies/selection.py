@@ -5,8 +5,6 @@ Shapes: T = tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
@@ -103,7 +101,7 @@ def weighted(
 class TopK(SteppedPolicy):
     """Every token goes to its K best experts, whatever their load: the baseline, on the path that policies take."""
 
-    name: ClassVar[str] = "topk"
+    name = "topk"
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         map_TE = top_k_map(scores_TE, context, self.steps)

@@ -25,12 +25,10 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies.contract import (
     Count,
-    Phase,
     Positive,
     Routing,
     RoutingContext,
@@ -57,11 +55,11 @@ class SERE(SteppedPolicy):
         layer: MoE layer whose matrix serves all; None = each layer's own.
     """
 
-    name: ClassVar[str] = "sere"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    looks_past_top_k: ClassVar[bool] = True  # No choice does, but what is said of the mass of pairs that moved.
-    experts_in: ClassVar[tuple[str, ...]] = ("k0",)
-    file_fields: ClassVar[tuple[str, ...]] = ("similarity",)
+    name = "sere"
+    acts_in = ("decode",)
+    looks_past_top_k = True  # No choice does, but what is said of the mass of pairs that moved.
+    experts_in = ("k0",)
+    file_fields = ("similarity",)
 
     k0: Positive
     similarity: str | None = None

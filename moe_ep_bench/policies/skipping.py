@@ -15,9 +15,8 @@ Shapes: T = local tokens, E = experts.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
-from moe_ep_bench.policies.contract import Count, Phase, Routing, RoutingContext, Share, SteppedPolicy, decimal, policy
+from moe_ep_bench.policies.contract import Count, Routing, RoutingContext, Share, SteppedPolicy, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.steps import Steps
@@ -55,8 +54,8 @@ class ExpertDrop(ClosingPolicy):
         fraction: of all experts, 0 to 1; floor(fraction * E) of them, but at least one.
     """
 
-    name: ClassVar[str] = "expert_drop"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
+    name = "expert_drop"
+    acts_in = ("prefill",)
 
     fraction: Share = 0.1
 
@@ -75,9 +74,9 @@ class Lynx(ClosingPolicy):
         num_dropped: how many; as many as are activated, or more, leaves nothing.
     """
 
-    name: ClassVar[str] = "lynx"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    experts_in: ClassVar[tuple[str, ...]] = ("num_dropped",)
+    name = "lynx"
+    acts_in = ("decode",)
+    experts_in = ("num_dropped",)
 
     num_dropped: Count
 
@@ -97,7 +96,7 @@ class DynamicSkip(SteppedPolicy):
         beta: 0 to 1; 0 skips nothing, 1 all that do not equal the best.
     """
 
-    name: ClassVar[str] = "dynamic_skip"
+    name = "dynamic_skip"
 
     beta: Share
 

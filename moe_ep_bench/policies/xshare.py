@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Count, Phase, Routing, RoutingContext, Share, SteppedPolicy, policy
+from moe_ep_bench.policies.contract import Count, Routing, RoutingContext, Share, SteppedPolicy, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import best_first, place_in_row, share_of
@@ -59,10 +59,10 @@ class XShare(SteppedPolicy):
         scores: ``full``, or ``topk``: zero outside a token's own top-k, and over the sum of it inside.
     """
 
-    name: ClassVar[str] = "xshare"
-    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    experts_in: ClassVar[tuple[str, ...]] = ("k0", "budget", "request_budget", "rank_budget")
-    looks_past_top_k: ClassVar[bool] = True
+    name = "xshare"
+    acts_in = ("decode",)
+    experts_in = ("k0", "budget", "request_budget", "rank_budget")
+    looks_past_top_k = True
     torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}
 
     k0: Count

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_run import write_config
 
-from moe_ep_bench.bench.comparison import ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import traffic_of
@@ -36,12 +36,13 @@ def seen_of(comparison: Comparison, few: int | None = None) -> list[tuple]:
 
 
 @pytest.mark.parametrize("backend", [VIRTUAL, ROUTING])
-def test_ranks_in_threads_give_the_same_traffic(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_in_threads_give_the_same_traffic(backend: str, tmp_path: Path) -> None:
     comparison, seen = planned(tmp_path, backend), []
-    for num_threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+    for num_threads in (1, 3, torch.get_num_threads()):
+        torch.set_num_threads(num_threads)
         seen.append(seen_of(comparison))
-    assert seen[0] == seen[1]
+        assert torch.get_num_threads() == num_threads
+    assert seen[0] == seen[1] == seen[2]
     assert len({repr(row) for row in seen[0]}) > 8, "batches, ranks and policies differ"
 
 
@@ -52,6 +53,13 @@ def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Pat
         rows = torch.linspace(0, whole.num_tokens - 1, 3).long()
         assert torch.equal(few.drawn_TE, whole.drawn_TE[rows])
         assert rows[-1] == whole.num_tokens - 1
+
+
+def test_ranks_of_several_groups_are_those_of_their_own(tmp_path: Path) -> None:
+    config = write_config(tmp_path, layer__ep_size=2, policies=POLICIES)
+    batches = Batches(plan(config, [], RANKS, 4, on_cpu=True)[0], CPU)
+    shares = [batches.share(None, 0, rank) for rank in range(4)]
+    assert [(share.rank, share.context.rank) for share in shares] == [(0, 0), (1, 1), (2, 0), (3, 1)]
 
 
 def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_path: Path) -> None:

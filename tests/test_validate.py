@@ -26,7 +26,7 @@ from moe_ep_bench.analysis.validate import (
 )
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.cli import main
-from moe_ep_bench.errors import LOST, OK
+from moe_ep_bench.errors import CASES_FAILED, LOST, OK
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.timing.statistics import Estimate, equivalence
@@ -192,6 +192,14 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
     said = capsys.readouterr().err
     assert re.search(f"the real run on 2 ranks.* failed with exit status {LOST}; nothing was compared", said, re.DOTALL)
     assert list(out.iterdir()) == []
+
+
+def test_a_case_that_fails_in_either_run_is_in_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path, **LINKS)
+    for statuses in ((CASES_FAILED, OK), (OK, CASES_FAILED)):
+        for name, status in zip(("_run", "_emulate"), statuses, strict=True):
+            monkeypatch.setattr(validate_module, name, lambda *_, status=status: status)
+        assert validate_module.validate(config, tmp_path / "out", [], 2, margin=0.03) == CASES_FAILED
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:

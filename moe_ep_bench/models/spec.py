@@ -276,12 +276,6 @@ class ModelSpec(Preset):
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
         return embeddings + num_layers * block + ffn + hidden
 
-    @property
-    def num_parameters(self) -> int | None:
-        """Weights of the whole language model; None where ``other_parameters`` is."""
-        others = self.other_parameters()
-        return others and others + self.num_moe_layers * self.num_experts * self.expert_parameters
-
     def sharded(self, tensor_parallel: int) -> ModelSpec:
         """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
 

@@ -61,11 +61,6 @@ class Number:
     read_off: bool = False
     note: str | None = None
 
-    @property
-    def rounding(self) -> float:
-        """Half of the last printed digit: what rounding may have hidden."""
-        return 0.5 * 10 ** -len(self.printed.partition(".")[2])
-
 
 class Item(Strict):
     """A table, a figure or what a section says, of one metric.

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_docs import PAGES, ROOT, THIRTEEN, code, commands
-from test_importers import esft, response, sglang_response, written
+from test_importers import esft, sglang_response, vllm_response, written
 from trace_files import write_trace
 
 from moe_ep_bench import __version__
@@ -167,7 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "mine.yaml").write_text(example[1])
     routed = np.argsort(np.random.default_rng(1).random((40, 16, 64)), axis=2)[..., :8].astype(np.int32)
-    written(folder / "routes.jsonl", *[response(routed, num_prompt=30)] * 2)
+    written(folder / "routes.jsonl", *[vllm_response(routed, num_prompt=30)] * 2)
     written(folder / "sglang.jsonl", sglang_response(routed, num_prompt=30))
     written(folder / "counts.json", {"logical_count": np.arange(1, 16 * 64 + 1).reshape(16, 64).tolist()})
     esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))

@@ -67,9 +67,9 @@ def claim(**changes: Any) -> Claim:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, "0.policy: expected one of token_drop"),
+    "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, "0.policy: expected some of token_drop"),
     "no such policy": ({"policy": {"name": "token_drip"}}, "0.policy: name: expected one of .*token_drip"),
-    "no such label": ({"versus": "LLEP"}, "0.versus: expected one of token_drop.*; got LLEP"),
+    "no such label": ({"versus": "LLEP"}, "0.versus: expected some of token_drop.*; got .LLEP"),
     "two on the other side": (
         {"versus": {**TOKEN_DROP, "capacity_factor": [1.0, 1.5]}},
         "0.versus: expected one policy",

@@ -75,7 +75,6 @@ OWN_STAND_INS = {
 }
 # Not run as printed: the option that stands for it, and why.
 LISTED = {
-    "route CONFIG": ("--help", "configs/route-laser.yaml is routed here"),
     "quality configs/quality-tasks-capacity.yaml --set model.checkpoint=/models/OLMoE-1B-7B-0924-Instruct "
     "--set limit=50": ("--dry-run", "needs the lm-evaluation-harness, and data that it fetches"),
     "papers configs/papers/capacity-figure4.yaml --set emulate.device=measured": ("--help", "needs a GPU: its times"),
@@ -102,6 +101,7 @@ FIRST = (
     "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
     "trace record /models/OLMoE-1B-7B --text text.txt --out recordings/olmoe.safetensors",
     "trace import esft ESFT recordings/deepseek-v2-lite-intent.safetensors --domain intent",
+    "trace import vllm routes.jsonl recordings/prompts.safetensors --preset olmoe-1b-7b --phase prefill",
     "emulate configs/model-prefill.yaml",
     "emulate configs/whatif-skew.yaml --out results/skew",
 )
@@ -170,7 +170,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written(folder / "routes.jsonl", *[vllm_response(routed, num_prompt=30)] * 2)
     written(folder / "sglang.jsonl", sglang_response(routed, num_prompt=30))
     written(folder / "counts.json", {"logical_count": np.arange(1, 16 * 64 + 1).reshape(16, 64).tolist()})
-    esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))
+    esft(folder / "ESFT", lengths=(40, 30))
     sizes = {"length_S": (30, 20), "num_layers": 24, "num_experts": 32, "top_k": 4}
     write_trace(folder / "recordings" / "gpt-oss-20b-mixed.safetensors", **sizes, normalised=True)
     for name in COPIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -91,6 +92,24 @@ def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(
     other_rank_C = np.array([-9.0, -9.0, 30.0, -9.0, -9.0, -9.0])
     expected = {"waits for its device", "decode, replayed"}
     assert found(lambda beyond_us_C: np.maximum(beyond_us_C, other_rank_C)) == expected
+
+
+@pytest.mark.parametrize(("waits", "disturbed"), [(True, (0, 3)), (False, (4, 5, 7, 8))])
+def test_a_host_that_is_disturbed_waits_as_its_fastest_runs_do(
+    waits: bool, disturbed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of three, each way: without a hold, or behind both holds."""
+    machine = Machine(monkeypatch)
+    model, runs = machine.case("model", 40_000, 60_000, waits=waits), itertools.count()
+
+    def run() -> None:
+        machine.host.now += 50_000 if next(runs) in disturbed else 0
+        model.run()
+
+    found = find_waiting(
+        [FixedCase("model", run)], machine.device, lambda: None, lambda beyond_us_C: beyond_us_C, lambda case_id: None
+    )
+    assert found == ({"model"} if waits else frozenset())
 
 
 def test_a_slow_host_waits_for_no_device_that_cannot_queue_all_of_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:

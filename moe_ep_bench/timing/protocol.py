@@ -170,28 +170,30 @@ def find_waiting(
     slowest: Callable[[np.ndarray], np.ndarray],
     before: Callable[[str], None],
 ) -> frozenset[str]:
-    """Ids of the cases in whose runs the host of some rank waits for its device, by the median of three runs.
+    """Ids of the cases in whose runs the host of some rank waits for its device, by the fastest of three runs each way.
 
     The device is held for longer than a run without a hold took to issue: a host that takes beyond half of that has
     waited. Half, as a GPU whose clock is above ``timer``'s is held for less than it was told. A host whose launches the
     device cannot queue (some thousand of a whole model) waits so too; it is told by the hold that runs are timed with,
-    which takes no slow host longer.
+    which takes no slow host longer. What disturbs a host of a whole model takes it longer by more than that hold.
 
     Args:
         slowest: the element-wise maximum over ranks, so that all ranks time a case alike.
     """
-    beyond_us_C3 = np.zeros((len(cases), 3))
+    beyond_us_C = np.zeros(len(cases))
     for place, case in enumerate(cases):
         before(case.case_id)
+        us_33 = np.zeros((3, 3))
         with case.ready(0) as run:
             for number in range(3):
                 unheld_us = timed(run, PhaseRecorder(clock), meet, hold_us=0.0)[HOST]
                 hold_us = HOLD_US + 2 * unheld_us
                 held = timed(run, PhaseRecorder(clock), meet, hold_us, paced=True)
                 as_timed = timed(run, PhaseRecorder(clock), meet, HOLD_US, paced=True)
-                longer_us = as_timed[HOST] - unheld_us - _QUEUED * HOLD_US
-                beyond_us_C3[place, number] = min(held[HOST] - hold_us / 2, longer_us)
-    is_waiting = slowest(np.median(beyond_us_C3, axis=1)) > 0
+                us_33[number] = held[HOST] - hold_us / 2, as_timed[HOST], unheld_us
+        beyond_us, as_timed_us, unheld_us = us_33.min(axis=0)
+        beyond_us_C[place] = min(beyond_us, as_timed_us - unheld_us - _QUEUED * HOLD_US)
+    is_waiting = slowest(beyond_us_C) > 0
     return frozenset(case.case_id for case, waits in zip(cases, is_waiting, strict=True) if waits)
 
 

@@ -79,6 +79,7 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
         assert isinstance(config, SyntheticConfig)
+        assert workload.get("rank_load") is None or config.targets("deepseek-v2-lite", 1)["rank_load"] is None
         return config.targets("deepseek-v2-lite", 2 if workload.get("rank_load") else None)
 
     assert targets()["peak_load"] == 4.6

@@ -100,7 +100,7 @@ class RunDirectory:
         earlier = self.earlier()
         if earlier is None:
             return
-        then = {"scope": "layer", **earlier, **earlier["environment"], "code": earlier.get("hashes", {}).get("code")}
+        then = {**earlier, **earlier["environment"], "code": earlier.get("hashes", {}).get("code")}
         for key, value in now.items():
             if then.get(key) != value:
                 held = brief(then.get(key), quoted=False)

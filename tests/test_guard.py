@@ -42,7 +42,7 @@ def waits():  # A lock that is taken twice: code that no signal interrupts, as a
 with Guard(Path(folder), "job", 0, float(timeout_s)) as guard:
     guard.at("case")
     globals()[does]()
-time.sleep(1.5)
+time.sleep(2.5)
 """
 
 
@@ -63,8 +63,9 @@ def test_what_stands_still_is_ended_and_says_where(does: str, rank: str, tmp_pat
     assert lost_attempts(tmp_path, "case") == [f"timeout: no progress for 0:00:01 in {does} (rank 0)"]
 
 
-def test_what_moves_is_not_ended_and_nobody_is_guarded_afterwards(tmp_path: Path) -> None:
-    job = guarded(tmp_path, 1.0, "moves")
+@pytest.mark.parametrize("rank", ["0", ""], ids=["a rank", "alone"])
+def test_what_moves_is_not_ended_and_nobody_is_guarded_afterwards(rank: str, tmp_path: Path) -> None:
+    job = guarded(tmp_path, 2.0, "moves", rank)
     _, errors = job.communicate(timeout=600)
     assert (job.returncode, errors) == (0, "")
     assert list(tmp_path.iterdir()) == []

@@ -114,13 +114,20 @@ def test_without_nvml_or_with_one_that_hangs_the_run_goes_on(monkeypatch: pytest
     with watched_machine(CUDA, CEILINGS) as facts:
         pass
     assert facts["machine"]["throttle_shares"] is None
-    monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
     monkeypatch.setattr(monitor, "nvml_reader", lambda device: lambda: asked.set() or (answered.wait(60) and SLOW))
     with watched_machine(CUDA, CEILINGS) as facts:
         assert asked.wait(20)
     assert facts["machine"]["throttle_shares"] is None
     answered.set()
+
+
+def test_nobody_watches_once_the_block_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "nvml_reader", lambda device: lambda: SLOW)
+    with watched_machine(CUDA, CEILINGS, period_s=0.001):
+        (watch,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
+    watch.join(20)
+    assert not watch.is_alive()
 
 
 def test_the_gpu_is_found_by_the_uuid_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,8 @@ def test_routing_has_a_baseline_and_policies_that_differ_from_it(config: Path) -
         return
     routed, real = on(ROUTING, config)[0], on(RANKS, config)[0]
     assert [case.label for case in routed.cases] == ["native", *(case.label for case in real.cases[3:5])]
+    padded = on(ROUTING, config, "workload.padding_per_rank=1")[0]
+    assert [case.label for case in padded.cases][:2] == ["native", "topk"], "which knows of padding, unlike native"
     assert torch.equal(routed.workload.batch(0).scores_TE, real.workload.batch(0).scores_TE)
 
 
@@ -101,6 +103,7 @@ def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     (one, _) = on(MODELLED, config, wanted)
     (case,) = (case for case in one.cases if case.role == REPLICATION)
     assert one.extra_bytes_per_rank(case) > 0
+    assert on(MODELLED, config, "emulate.replication=[{spare_per_rank: 48}]"), "every rank has all 64 experts"
 
 
 def test_a_point_is_one_of_the_sweep(config: Path) -> None:

@@ -47,8 +47,6 @@ _SLOWDOWNS = {
     "hw_power_brake": "the brake of its power supply",
     "hw_slowdown": "its hardware (heat or power)",
 }
-# A call into the driver of a lost GPU may never come back; the run does not wait for it.
-_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,14 @@ def watched_machine(device: torch.device, ceilings: Ceilings, period_s: float = 
             while not stopped.wait(period_s):
                 samples.append(read())
 
-    thread = threading.Thread(target=watch, name="machine", daemon=True)
-    if device.type == "cuda":
-        thread.start()
+    if device.type == "cuda":  # A call into the driver of a lost GPU may never come back: nobody waits for the thread.
+        threading.Thread(target=watch, name="machine", daemon=True).start()
     begin = counters()
     try:
         yield facts
     finally:
         end = counters()
         stopped.set()
-    if thread.is_alive():
-        thread.join(_PATIENCE_S)
     facts |= {
         "hostname": socket.gethostname(),
         "machine": asdict(state_between(begin, end, list(samples))),

@@ -85,8 +85,8 @@ class Guard:
         """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
         if time.monotonic() - self._fed > _NO_NEWS * self._timeout_s:
             limit_s = self._timeout_s * (1 if self._is_rank else 1 + _NO_NEWS)  # Where Python is stuck, no thread runs.
-            faulthandler.dump_traceback_later(limit_s, exit=True, file=self._file)
             self._fed = time.monotonic()
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=self._file)
 
     def _watch(self) -> None:
         """End this process as faulthandler would, but with ``LOST``."""

@@ -134,6 +134,9 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop gamma 2: ", ""),
+    "more mass than the model's own": (
+        (drop(2.0, 1.29, 0.0, 1.03), eplb(1.30)), {}, "Use EPLB, 1 spare per rank: ", "",
+    ),
     "memory": ((eplb(1.1),), {"memory": 3e9}, "Use EPLB, ", "nothing is dropped, 2.79 GiB more memory on each rank."),
     "does not fit": (USUAL, {"facts": fit(163)}, "None: the model does not fit: 163 GB on each of 2 ranks", ""),
     "replicas do not fit": (

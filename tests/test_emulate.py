@@ -69,6 +69,8 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     how = "emulated (one device for all ranks, the all-to-all is modelled)"
     for said in (how, sent, "4 ranks", "links/h100-nvlink4"):
         assert said in text
+    routing = pd.concat(map(pd.read_parquet, (emulated / "routing").iterdir()))
+    assert (routing.reference_error.notna() == (routing.batch == 0)).all(), "few tokens of one batch are checked"
 
 
 def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     assert "conditions differ: driver 570.1 -> 580.2, experts te -> grouped\n" in compare_text(change)
     run = json.loads((new / "run.json").read_text())
     run["runs"]["stale"] = {**run["runs"]["r0"], "environment": {**changed, "driver": "1"}}  # it measured nothing
-    (new / "run.json").write_text(json.dumps(run))
+    (new / "run.json").write_text(json.dumps(run | {"run_id": "stale"}))
     assert compared(old, new)[0].differences == change.differences
     assert "driver" not in compared(base, new)[0].differences["c0"], "what one run did not write down differs from none"
 

@@ -13,7 +13,7 @@ from policy_cases import random_scores
 from torch import Tensor
 
 from moe_ep_bench.analysis import cases
-from moe_ep_bench.analysis.render import render
+from moe_ep_bench.analysis.columns import render
 from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan

@@ -16,7 +16,7 @@ from trace_files import write_trace
 import plot_results
 from moe_ep_bench import balancers
 from moe_ep_bench.analysis.cases import load, routing
-from moe_ep_bench.analysis.render import render
+from moe_ep_bench.analysis.columns import render
 from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan

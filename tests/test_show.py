@@ -12,9 +12,8 @@ import pytest
 from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text, standard_cases, write_run, write_whole
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.columns import cut_labels
+from moe_ep_bench.analysis.columns import JSON_VERSION, cut_labels, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.notes import native_differs, notes, warnings
-from moe_ep_bench.analysis.render import JSON_VERSION, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.tables import VIEWS, table_of
 from moe_ep_bench.cli import main
@@ -115,7 +114,7 @@ def test_labels_that_are_cut_keep_what_tells_them_apart():
 
 @pytest.mark.parametrize(
     ("tokens", "peak_load", "words"),
-    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4: the target of each batch"), (4096, 6.4, None)],
+    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4: the target of each batch"), (40, 6.4, None)],
 )
 def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, peak_load, words):
     workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": peak_load}}

@@ -14,10 +14,19 @@ from pathlib import Path
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, point_words, timings
-from moe_ep_bench.analysis.columns import interval, milliseconds, missing, number, percentage, short_labels, text
+from moe_ep_bench.analysis.columns import (
+    Table,
+    interval,
+    milliseconds,
+    missing,
+    number,
+    percentage,
+    render,
+    short_labels,
+    text,
+)
 from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
 from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
-from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.files import write_text

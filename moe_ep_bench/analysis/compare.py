@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, load_timed, timings, values_of
-from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
+from moe_ep_bench.analysis.columns import Row, Table, interval, milliseconds, missing, number, percentage, render, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.origins import NOTHING_RAN
-from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (

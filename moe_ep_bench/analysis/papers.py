@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, load, routing, timings
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
+from moe_ep_bench.analysis.columns import NONE, Column, Row, Table, missing, number, percentage, render, text
 from moe_ep_bench.analysis.origins import said_once
-from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.files import write_text

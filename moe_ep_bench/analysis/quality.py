@@ -25,9 +25,8 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_labels, text
+from moe_ep_bench.analysis.columns import NONE, Column, Row, Table, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import chance_words
-from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ResultsError, facts_of, read_document, read_part
 from moe_ep_bench.facts import JudgedFacts, RunFacts
 from moe_ep_bench.papers import orderings

@@ -11,10 +11,9 @@ import pandas as pd
 
 from moe_ep_bench import papers
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load
-from moe_ep_bench.analysis.columns import text
+from moe_ep_bench.analysis.columns import PROGRAMS, Table, render, terminal_width, text, wrapped
 from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.origins import modelled_line
-from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
 from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, check_known

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, cut_labels, short_labels
+from moe_ep_bench.analysis.columns import COLUMNS, Column, Table, cut_labels, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
-from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 

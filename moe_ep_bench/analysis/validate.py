@@ -14,10 +14,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, load, routing, timings, values_of
-from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
+from moe_ep_bench.analysis.columns import Table, interval, milliseconds, number, percentage, render, text
 from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
-from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store, jobs, read_document
 from moe_ep_bench.facts import Pairs
 from moe_ep_bench.files import write_text

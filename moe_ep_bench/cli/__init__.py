@@ -329,8 +329,8 @@ def _plot(options: Namespace) -> int:
 
 
 def _compare(options: Namespace) -> int:
+    from moe_ep_bench.analysis.columns import Table, render
     from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
-    from moe_ep_bench.analysis.render import Table, render
 
     if options.strict and options.fail_over is None:
         raise UserError("--strict: expected --fail-over beside it")

@@ -284,9 +284,6 @@ def test_collectives_are_exact_at_measured_sizes_on_as_many_gpus() -> None:
         links.all_to_all_us(np.ones((16, 16)))
 
 
-# ---- how loads were made ---------------------------------------------------------------------------------------------
-
-
 # ---- the real package ------------------------------------------------------------------------------------------------
 
 

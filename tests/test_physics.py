@@ -88,7 +88,7 @@ def test_routing_knows_neither_links_nor_device_nor_the_clock(answers: Answers) 
     for other in others:
         pd.testing.assert_frame_equal(other.loc[shared, ROUTED], usual.loc[shared], check_dtype=False)
     fast_to_slow = [native_ms(rows) for rows in (others[2], answers(), others[1])]
-    assert fast_to_slow == sorted(fast_to_slow)
+    assert (np.diff(fast_to_slow) > 0).all()
 
 
 def test_larger_batches_take_longer_but_less_a_token(answers: Answers) -> None:

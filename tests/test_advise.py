@@ -395,6 +395,13 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> N
     asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4, *swept)
 
 
+def test_a_batch_that_no_rank_could_take_is_refused_before_anything_is_modelled() -> None:
+    with pytest.raises(
+        ValueError, match=r"^advise.yaml: workload.padding_per_rank: expected less than the 512 tokens "
+    ):
+        asked(*OLMOE, 4096, "--peak-load", 4, "--set", "workload.padding_per_rank=512")
+
+
 def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None:
     given = {
         "layer.dtype": "float32",

@@ -136,7 +136,7 @@ def _check_whole_batches(experiment: Experiment) -> None:
     refuse(config.is_step and not context, "whole.context_length", least, 0)
 
 
-def check_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> None:
+def check_batches(experiment: Experiment, ep_size: int, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> None:
     """What opened workloads show: of which layers scores are, and how tokens are dealt.
 
     Args:
@@ -152,9 +152,10 @@ def check_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDA
     for batch, rank in np.argwhere(tokens_BR == 0) if experiment.scope == "model" else ():
         # A rank's attention has nothing to do.
         refuse(True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}")
+    _check_dealing(experiment, ep_size, tokens_BR)
 
 
-def check_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> None:
+def _check_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> None:
     """Padding that leaves a rank with tokens no valid one; unequal ranks that are gathered, which they cannot be."""
     num_padding = experiment.workload.padding_per_rank
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= num_padding)):

@@ -145,7 +145,7 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     on_gpu = not on_cpu and backend != ROUTING
     workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
-    checks.check_batches(experiment, comparison.num_places, comparison.rank_tokens)
+    checks.check_batches(experiment, comparison.ep_size, comparison.num_places, comparison.rank_tokens)
     return comparison
 
 
@@ -156,7 +156,6 @@ def _try_out(comparison: Comparison) -> None:
         ValueError: naming the key, or the policy and its field.
     """
     experiment = comparison.experiment
-    checks.check_dealing(experiment, comparison.ep_size, comparison.rank_tokens)
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
     comparison.workload.rank_batch(0, 0, comparison.world_size)
     scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
@@ -175,7 +174,7 @@ def _try_out(comparison: Comparison) -> None:
             raise UserError(f"policies: {policy.name}: route raised {words}") from error
 
 
-# ---- a plan in words -----------------------------------------------------------------------------------------------
+# ---- a plan in words -------------------------------------------------------------------------------------------------
 
 
 def dry_run(

@@ -23,7 +23,7 @@ from results_builder import (
     write_whole,
 )
 
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, load, routing, samples, timings
+from moe_ep_bench.analysis.cases import CASE, cases, comparisons, load, point_words, routing, samples, timings
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 DROP = "token_drop gamma 1"
@@ -290,3 +290,8 @@ def test_variants_of_one_policy_are_told_apart_by_what_their_labels_name(tmp_pat
     names = ["topk", "token_drop metric=order", "token_drop", "laser c=[6, 12]"]
     assert list(rows["family_label"].dropna().unique()) == names
     assert rows["family"].nunique() == 4
+
+
+def test_a_place_in_a_sweep_names_every_swept_key():
+    point = {"policies.0.capacity_factor": 1.0, "policies.1.capacity_factor": 2.0, "workload.peak_load": None}
+    assert point_words(point) == "capacity factor 1.0, capacity factor 2.0, no peak load"

@@ -316,8 +316,8 @@ def _told_apart(rows: pd.DataFrame) -> pd.Series:
 
 def point_words(point: Mapping[str, Any]) -> str:
     """A place in a sweep: swept keys, without their section, and values."""
-    named = {key.rpartition(".")[2].replace("_", " "): value for key, value in point.items()}
-    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in named.items())
+    named = [(key.rpartition(".")[2].replace("_", " "), value) for key, value in point.items()]
+    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in named)
 
 
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:

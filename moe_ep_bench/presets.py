@@ -5,7 +5,7 @@ A preset is a YAML file of a folder of data/ that users name without its ending.
 ``models``   ``models.ModelSpec``           shape of a model
 ``devices``  ``cost_model.devices.Device``  roofline of a device that is not here
 ``links``    ``cost_model.links.Links``     links between ranks that are not there
-``skews``    ``workload.targets.Skews``       targets for synthetic workloads, by the model's name
+``skews``    ``workload.targets.Skews``     targets for synthetic workloads, by the model's name
 
 Policies stand in all files alike: a name and fields, where a list in place of a value means one policy for each.
 """

@@ -1,7 +1,7 @@
 """Inside vLLM: what the plugin is asked for, and the servers in which it cannot be honoured.
 
 ==============================  =======================================================================================
-``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``serving.recorder``)
+``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``step.Recorder``)
 ``MOE_EP_BENCH_RECORD_GIB``     how much that may be, 4 unless said otherwise
 ``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON; with ``acts_in``, a list of ``prefill`` and
                                 ``decode``, in place of the policy's own

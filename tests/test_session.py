@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import inspection, run, session
-from moe_ep_bench.bench.session import measure_comparison
+from moe_ep_bench.bench import inspection, measuring
+from moe_ep_bench.bench.job import Job
 from moe_ep_bench.layer.graphs import unfit_environment
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import ToldError
@@ -20,11 +20,12 @@ def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch
     """Their process groups would wait for graphs that hold collectives."""
     made = mock.Mock()
     made.measured.side_effect = ToldError
-    monkeypatch.setattr(session, "Session", lambda *_: made)
-    monkeypatch.setattr(session, "expert_parallel_groups", lambda *_: None)
+    monkeypatch.setattr(measuring, "Measurement", lambda *_: made)
+    for name in ("compute_alone", "expert_parallel_groups"):
+        monkeypatch.setattr(measuring, name, lambda *_: None)
     ranks = SimpleNamespace(device=torch.device("cpu"), first_word=lambda text: text)
     with pytest.raises(ToldError):
-        measure_comparison(mock.Mock(ranks=ranks), mock.MagicMock(), ["native"])
+        measuring.measure_comparison(mock.Mock(ranks=ranks), mock.MagicMock(), ["native"])
     assert made.close.called
 
 
@@ -43,16 +44,16 @@ def test_a_rank_goes_on_after_an_exception_but_not_after_a_collective_failed(
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cpu"), rank=0))
     if survives is None:
         with pytest.raises(type(error)):
-            run.Job.survive(here, error)
+            Job.survive(here, error)
     else:
-        assert run.Job.survive(here, error) == survives
+        assert Job.survive(here, error) == survives
 
 
 def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cuda"), rank=0))
     monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("CUDA error: an illegal access")))
     with pytest.raises(ValueError, match="no kernel"):
-        run.Job.survive(here, ValueError("no kernel"))
+        Job.survive(here, ValueError("no kernel"))
 
 
 @pytest.mark.parametrize("errors", [(math.nan, 0.5), (0.5, math.nan)])
@@ -88,7 +89,7 @@ def test_a_layer_that_was_wrong_before_timing_is_not_right_by_the_look_after_it(
     monkeypatch.setattr(inspection, "look", lambda *_: mock.Mock(problem="", layers={None: mock.Mock()}))
     monkeypatch.setattr(inspection, "_reference_error", lambda *_: 0.1)
     case = mock.Mock(rows={(0, None): {"reference_error": 0.7}})
-    inspection.check_again(mock.Mock(cases=[case], replays=None))
+    inspection.check_again(mock.Mock(cases=[case], captured=None))
     assert case.rows[0, None]["reference_error"] == 0.7
 
 

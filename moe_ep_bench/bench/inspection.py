@@ -13,7 +13,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from torch import Tensor
 
 from moe_ep_bench.bench.comparison import BASELINE, CEILING
 from moe_ep_bench.bench.routing import case_metrics
+from moe_ep_bench.bench.session import Case, Session
 from moe_ep_bench.kernels import oracle_for
 from moe_ep_bench.layer.components import DecodeExperts
 from moe_ep_bench.layer.experts import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.runtime.attempts import split_reason
-
-if TYPE_CHECKING:
-    from moe_ep_bench.bench.session import Case, Session
 
 NUM_CHECKED_TOKENS = 16
 
@@ -83,6 +81,29 @@ def look(case: Case, batch: int) -> Observation:
             hooks.callback(setattr, moe.router, "look", None)
         output = session.stack.run(inputs)
     return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()})
+
+
+def look_replayed(case: Case, batch: int, eager: Observation) -> Observation:
+    """Replay a batch and hold it against an eager run; what can be seen of it: of a model only the latter."""
+    session = case.session
+    assert session.captured is not None
+    run = session.captured[case.case_id, batch, False]
+    run.replay()
+    assert run.output is not None
+    output, routed = run.output.clone(), {}
+    for layer, (weights_TE, map_TE) in run.routing.items():
+        routed[layer] = Routing(map_TE=map_TE.clone(), weights_TE=weights_TE.clone())
+    gap, size = (float(x.float().norm()) for x in (output - eager.output, eager.output))
+    problem = ""
+    if not all(torch.equal(seen.routing.map_TE, routed[layer].map_TE) for layer, seen in eager.layers.items()):
+        problem = f"it routes batch {batch} otherwise"
+    elif not gap <= TOLERANCE[session.dtype] * size:
+        problem = f"its output on batch {batch} is off by {gap:.2g} of {size:.2g}"
+    case.problem = case.problem or (problem and f"failed: replayed from a CUDA graph, {problem}")
+    if None not in routed:
+        return eager
+    output_ND = output.flatten(0, 1)[checked_rows(session, batch)]
+    return Observation(output, {None: eager.layers[None]._replace(routing=routed[None], output_ND=output_ND)})
 
 
 def checked_rows(session: Session, batch: int) -> Tensor:
@@ -146,8 +167,8 @@ def check_again(session: Session) -> None:
         seen = look(case, 0)
         with _without_others(case):
             _note(case, seen, 0)
-        if session.replays is not None:
-            seen = session.replays.look(case, 0, seen)
+        if session.captured is not None:
+            seen = look_replayed(case, 0, seen)
         with _without_others(case):
             for layer, of_layer in seen.layers.items():
                 session.job.guard.feed()

@@ -1,36 +1,34 @@
 """``run``, ``emulate``, ``route``: time real ranks, or one device that stands in for all of them, or route alone.
 
 ``launch`` has torchrun start ranks; each calls ``run``. Before anything is measured, ranks agree that they are doing
-the same thing. Then ``session`` or ``virtual`` measures what is left, comparison by comparison, under a guard and with
-a line ahead of what is tried, so that the next job knows what was lost (``Job``). Nothing of an untimed comparison can
-be lost but its own time (``fill``).
+the same thing. Then ``measuring`` or ``virtual`` measures what is left, comparison by comparison, under a guard and
+with a line ahead of what is tried, so that the next job knows what was lost (``job``). Nothing of an untimed comparison
+can be lost but its own time (``fill``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, CaseSpec, Comparison
 from moe_ep_bench.bench.description import describe_timed_run, routed_facts, run_json
+from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rows import Outcome, identity, write_launch, write_routing
-from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR, brief, naming, progress_bar
-from moe_ep_bench.files import stable_hash, writing_to
+from moe_ep_bench.errors import CASES_FAILED, CLOSED, OK, USER_ERROR, progress_bar
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
-from moe_ep_bench.runtime.attempts import Guard, collect_lost, forget_lost, is_of_peers, lost_too_often, reason_of
-from moe_ep_bench.runtime.ranks import Ranks, T, ToldError, as_rank, join
+from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often
+from moe_ep_bench.runtime.ranks import Ranks, ToldError, as_rank, join
 from moe_ep_bench.runtime.torchrun import (
     STOPPED_WORDS,
     Ended,
@@ -196,89 +194,6 @@ def _held(
 # ---- what ranks do together ------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Job:
-    """One job on this rank, which makes one launch of timed comparisons.
-
-    Attributes:
-        launch: which of ``measure.launches``, from 0.
-        guard: of the block of ``trying``; ``progress`` of the comparison that is measured.
-    """
-
-    ranks: Ranks
-    directory: RunDirectory
-    launch: int = 0
-    guard: Guard = field(init=False)
-    progress: tqdm = field(init=False)
-
-    @contextlib.contextmanager
-    def trying(self, comparisons: Sequence[Comparison]) -> Iterator[None]:
-        """Keep a line of what is tried in the block, in a file that is named by the first comparison.
-
-        Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
-
-        Raises:
-            ToldError: results cannot be written; on all ranks, after one line to the user.
-        """
-        first = comparisons[0]
-        told = writing_to(self.directory.root, "--out")(Guard)
-        where = self.directory.attempts, first.comparison_id, self.ranks.rank, first.experiment.measure.timeout_s
-        with self.ranks.agree(partial(told, *where)) as self.guard:
-            try:
-                yield
-            except ToldError:
-                raise
-            except Exception as error:
-                try:
-                    self._explain(reason_of(error))
-                finally:  # Though nobody may hear it. Destructors would wait for peers that may never come.
-                    os._exit(LOST)
-
-    def _explain(self, reason: str) -> None:
-        """Note why what is tried is being lost, and say so."""
-        self.guard.explain(reason)
-        words = brief(reason, 300, quoted=False)
-        print(f"moe-ep-bench: rank {self.ranks.rank}: {words}", file=sys.stderr, flush=True)
-
-    def begin(self, case_id: str) -> None:
-        """Note that an iteration of a case begins: for the guard, for a job after a crash, for the display."""
-        self.guard.at(case_id)
-        self.progress.update(self.progress.n < (self.progress.total or 0))  # which is about so many
-
-    def survive(self, error: Exception) -> str:
-        """Say why this rank loses a case to an exception outside of collectives, and return the reason.
-
-        All ranks then agree on it and go on, as none waits for this one. Should others wait in a collective after all,
-        the job is lost, and this is why.
-
-        Raises:
-            Exception: the same, where this rank cannot go on: a collective did fail, or its device answers no more.
-        """
-        if isinstance(error, torch.distributed.DistError) or is_of_peers(error):
-            raise error
-        if self.ranks.device.type == "cuda":
-            try:
-                torch.cuda.synchronize(self.ranks.device)
-            except RuntimeError:
-                raise error from None
-        reason = brief(reason_of(error), 300, quoted=False)
-        self._explain(reason)
-        return reason
-
-    def on_first(self, act: Callable[[], T], hint: str = "") -> T:
-        """Have rank 0 act in the results directory for all, and tell them what came of it.
-
-        Raises:
-            ToldError: it cannot; on all ranks, after one line to the user, which ends with ``hint``.
-        """
-
-        def write() -> T:
-            with naming("", hint), writing_to(self.directory.root, "--out"):
-                return act()
-
-        return self.ranks.agree(write, on_first=True)
-
-
 def _agreed_plan(
     ranks: Ranks, config: Path, overrides: Sequence[str], launch: int, point: int | None
 ) -> list[Comparison]:
@@ -313,7 +228,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
     """Measure what is left of this launch, comparison by comparison; return the exit status."""
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     if comparisons[0].backend == RANKS:
-        from moe_ep_bench.bench.session import measure_comparison
+        from moe_ep_bench.bench.measuring import measure_comparison
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory, ended = job.ranks, job.directory, ""

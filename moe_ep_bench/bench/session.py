@@ -1,79 +1,35 @@
-"""Measure one comparison on this rank: build, look, warm up, the measuring loop, look again, write.
-
-What needs no other rank comes first: ceilings, building, and each case's routing of this rank's tokens. What is raised
-there ranks agree on: it becomes a row, and no rank is left waiting in a collective. ``inspection`` holds every case
-against the dense reference before and after it is timed; ``timing.protocol.measure`` is the loop.
+"""What this rank measures of one comparison: the layer or model, its tokens of every batch, cases that run them.
 
 Each layer's routing is replayed from its own scores. A layer that stands alone has the key None.
 
-Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = steps, C = columns of a sample.
+Shapes: T = this rank's tokens, E = experts, D = hidden size, N = tokens held against the reference.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
-from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
-from moe_ep_bench.bench.replays import Replays
+from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
-from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
+from moe_ep_bench.bench.rows import Outcome, Row
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOKENS, DenseReference, seeded_generator
-from moe_ep_bench.layer.host import device_scope, free_memory
-from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
+from moe_ep_bench.layer.graphs import CapturedRun
+from moe_ep_bench.layer.host import free_memory
+from moe_ep_bench.layer.megatron import ProcessGroupCollection
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.stack import Stack, layer_seed
-from moe_ep_bench.machine.monitor import watched_machine
-from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
-from moe_ep_bench.timing.protocol import (
-    BREAKDOWN,
-    Step,
-    find_waiting,
-    measure,
-    plan,
-    probe_floor_us,
-    warm_breakdowns,
-    warm_up,
-)
+from moe_ep_bench.timing.protocol import BREAKDOWN, Step
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
-
-if TYPE_CHECKING:
-    from moe_ep_bench.bench.run import Job
-
-
-def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
-    """Measure ``cases``; every rank calls this alike, and gets what it came to."""
-    job.guard.at(comparison.comparison_id)
-    session, reason = None, ""
-    # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-    groups = expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
-    with device_scope(), torch.inference_mode():
-        try:
-            session = Session(job, comparison, cases, groups)
-        except Exception as error:
-            reason = job.survive(error)
-        if first := job.ranks.first_word(reason):
-            rank, _, said = first.partition(": ")
-            status, words = split_reason(said)
-            outcome = Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
-        else:
-            assert session is not None
-            with contextlib.closing(session):
-                outcome = session.measured()
-    del session
-    free_memory(job.ranks.device)
-    return outcome
 
 
 @dataclass(eq=False)
@@ -122,8 +78,8 @@ class Case:
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
         session = self.session
-        if session.replays is not None:
-            yield partial(session.replays.replay, self, batch, recorder)
+        if session.captured is not None:
+            yield partial(session.captured[self.case_id, batch, recorder is not None].replay, recorder)
             return
         inputs = self.prepare(batch)
         with contextlib.nullcontext() if recorder is None else session.stack.instrumented(recorder, session.meet):
@@ -143,8 +99,8 @@ class Session:
         shares: this rank's tokens by batch and layer; ``inputs`` hand out what a batch is run on.
         stack: the layer or model that runs.
         meet: where the ranks that talk to each other are waited for.
-        replays: the cases' CUDA graphs; None where they run eagerly.
-        outcome: what has been found, for the results; ``gather`` has that of all ranks.
+        captured: the cases' CUDA graphs, by case, batch and whether phases are timed; None where cases run eagerly.
+        outcome: what has been found, for the results.
     """
 
     def __init__(
@@ -166,45 +122,21 @@ class Session:
         self.cases = [Case(CaseRouter(case, batches), self) for case in cases]
         self.shares = [self._shares(batches, number) for number in range(self.num_batches)]
         self.inputs = [self._new_input(number) for number in range(self.num_batches)]
-        self.replays: Replays | None = None
+        self.captured: dict[tuple[str, int, bool], CapturedRun] | None = None
         self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
         self.watch = Stopwatch(PhaseRecorder(clock_for(self.device)), self.meet, flush)
         self.conditions: dict[str, Any] = {}
         self.outcome = Outcome()
-        self.timed: list[Case] = []
-        compute_alone(self)
-
-    def measured(self) -> Outcome:
-        """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
-        if self._cache is not None:  # of a model that decodes
-            assert self.stack.gpt is not None
-            self._cache.fill_(self.stack.gpt, self.device, self.seed)
-        again = partial(check_again, self)
-        captured = [("before timing", [self.capture_all]), ("replayed from CUDA graphs", [again])]
-        for when, steps in (
-            ("before timing", [partial(try_all, self)]),
-            ("before timing", [partial(observe_all, self)]),
-            *(captured if self.comparison.parts.cuda_graph else []),
-            ("after timing", [self.warm_up, self.time, again]),
-        ):
-            for step in steps:
-                step()
-            drop_failing(self, when)
-            if not self.cases:
-                return self.outcome
-        self.job.guard.at(self.comparison.comparison_id)
-        self.gather()
-        return self.outcome
 
     def close(self) -> None:
-        """Drop the graphs, which communicators would wait for."""
-        self.replays = None
+        """Drop the graphs: no NCCL communicator can end while one holds its collectives (pytorch#115388)."""
+        self.captured = None
 
     def drop(self, case: Case, status: str, reason: str) -> None:
         """Record a case as not measured, and go on without it."""
-        if self.replays is not None:
-            self.replays.forget(case)
+        for key in [key for key in self.captured or {} if key[0] == case.case_id]:
+            del self.captured[key]
         self.cases.remove(case)
         self.outcome.unmeasured[case.case_id] = status, reason
 
@@ -240,49 +172,6 @@ class Session:
             hidden.append(torch.randn(length, size, generator=generator, device=device))
         # Cases follow each other on one batch; none is to find its input in the cache.
         return RotatingInput(torch.cat(hidden).to(self.dtype).unsqueeze(1), len(self.comparison.cases)).next
-
-    # ---- timing ------------------------------------------------------------------------------------------------------
-
-    def capture_all(self) -> None:
-        """Keep every case's runs as CUDA graphs."""
-        self.replays = Replays(self)
-        self.meet()  # Its communicator is set up at its first use, which no capture allows.
-        for case in self.cases:
-            self.job.begin(case.case_id)
-            self.replays.capture(case)
-
-    def warm_up(self) -> None:
-        clock = clock_for(self.device)
-        if self.settings.breakdown_iterations:
-            warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
-        slowest = lambda times_B: np.max(self.job.ranks.told(times_B), axis=0)  # noqa: E731
-        result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
-        self.conditions["warm_up"] = asdict(result)
-        if self.device.type == "cuda":
-            waiting = find_waiting(self.cases, clock, self.meet, slowest, self.job.begin)
-            self.watch = self.watch._replace(waiting=waiting)
-            self.conditions["waiting"] = sorted(waiting)
-
-    def time(self) -> None:
-        """Run the measuring loop, and say what this rank's machine did meanwhile."""
-        self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
-        steps = plan(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
-        self.samples = Samples(self.timed, steps, columns_of(self.comparison))
-        with watched_machine(self.device, self.ceilings) as here:
-            measure(self.timed, steps, self.job.begin, self.samples.add)
-        if self.meet.size > 1:
-            here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
-        self.conditions["ranks"] = self.job.ranks.told(here)
-
-    def gather(self) -> None:
-        """Gather all ranks' samples and metrics."""
-        ranks, outcome = self.job.ranks, self.outcome
-        outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
-        for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
-            if case in self.cases:
-                self.job.guard.feed()
-                outcome.times[case.case_id] = np.stack(ranks.told(times_SC))
-                outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))
 
 
 # ---- what runs -------------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
+from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, Routed, RoutedBatches, Traffic
@@ -36,9 +37,6 @@ from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
-
-if TYPE_CHECKING:  # It measures by this module.
-    from moe_ep_bench.bench.run import Job
 
 # Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8

@@ -1,4 +1,4 @@
-"""Imports run one way: no circle among modules, those inside functions included."""
+"""Imports run one way: no circle among modules, those inside functions and those for types included."""
 
 from __future__ import annotations
 
@@ -20,18 +20,9 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(source: str, known: set[str]) -> set[str]:
-    """The package's own modules that a source imports anywhere but for type checkers."""
-    tree = ast.parse(source)
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    """The package's own modules that a source imports anywhere."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             # A name that is no module of its own comes from the package's __init__.
@@ -64,8 +55,6 @@ def test_a_circle_would_be_found() -> None:
         "package.b": imports_of("import package.a\n", {"package.a", "package.b"}),
     }
     assert set(circle_in(graph)) == {"package.a", "package.b"}
-    for_types = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {inside.splitlines()[1].strip()}\n"
-    assert imports_of(for_types, {"package.b"}) == set()
 
 
 def test_at_most_eleven_modules_lie_loose() -> None:

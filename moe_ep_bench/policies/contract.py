@@ -34,7 +34,7 @@ from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 
 if TYPE_CHECKING:
-    from moe_ep_bench.policies.sere import Similarity
+    from moe_ep_bench.policies.similarity import Similarity
 
 Phase = Literal["prefill", "decode"]
 _Kind = TypeVar("_Kind", bound=type)

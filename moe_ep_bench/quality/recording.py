@@ -5,7 +5,7 @@ top-k of a row are the experts that the model chose, also where scores tied. Sig
 masked, are divided by their sum, for a recording holds shares of a token's score mass. What routers chose is held
 in memory, and the file appears under its name when it is whole.
 
-How alike experts are is what the policy ``sere`` reads (``policies.sere``). Every expert of an MoE layer computes
+How alike experts are is what the policy ``sere`` reads (``policies.similarity``). Every expert of an MoE layer computes
 every token of the text. The distance of two experts is the Frobenius norm of the difference of their outputs, over all
 tokens; their similarity is 1 less its share of the layer's largest distance (arXiv 2602.07616, by its code
 JL-Cheng/SERE; there of 400 sequences of 128 tokens). Outputs are not kept: inner products of all pairs add up from
@@ -30,7 +30,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError, progress_bar
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.models import shares
-from moe_ep_bench.policies.sere import FORMAT, TENSOR
+from moe_ep_bench.policies.similarity import FORMAT, TENSOR
 from moe_ep_bench.quality.checkpoint import Checkpoint, MoELayer, find_moe_layers, import_transformers
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.torchrun import device_type

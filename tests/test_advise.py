@@ -374,9 +374,9 @@ def test_decode_is_asked_of_one_token_of_each_request() -> None:
     assert config["emulate"]["rebalance"] == []
 
 
-@pytest.mark.parametrize("name", ["decode-graph", "model-prefill", "own"])
+@pytest.mark.parametrize("name", ["decode-graph", "model-prefill", "papers/oea-table3", "own"])
 def test_a_config_becomes_a_question(name: str, tmp_path: Path) -> None:
-    """It needs no policies."""
+    """It needs no policies; claims of its own do not matter."""
     shape = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32}
     values = {"name": "own", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
     own = tmp_path / "own.yaml"

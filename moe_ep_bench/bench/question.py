@@ -34,7 +34,7 @@ CONFIG_NAME = "advise.yaml"
 _KEYS = {"ep": "layer.ep_size", "peak_load": "workload.peak_load", "trace": "workload.trace"}
 _FLAGS = ("model", "tokens", "decode_tokens", *_KEYS)
 # What ``advise`` decides by itself, whatever a config says.
-_OWN = ("policies", "measure", "figures", "layer.cuda_graph", "emulate.replication", "emulate.rebalance")
+_OWN = ("policies", "claims", "measure", "figures", "layer.cuda_graph", "emulate.replication", "emulate.rebalance")
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128

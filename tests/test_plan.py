@@ -14,6 +14,7 @@ from trace_files import write_trace
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run, workload_facts
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.routing import Batches
 from moe_ep_bench.errors import UserError
 
 CONFIG = {
@@ -77,6 +78,13 @@ def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
         assert (context.rank, context.num_ranks, context.layer_fraction) == (1, NUM_RANKS, fraction)
     for mine, theirs in itertools.pairwise(one.workloads.values()):
         assert not torch.equal(mine.batch(0).scores_TE, theirs.batch(0).scores_TE)
+
+
+def test_ranks_beyond_a_group_of_experts_have_their_place_in_the_next_one(config: Path) -> None:
+    one = on(RANKS, config, "layer.ep_size=2")[0]
+    batches, layer = Batches(one, torch.device("cpu")), next(iter(one.workloads))
+    shares = [batches.share(layer, 0, rank) for rank in range(NUM_RANKS)]
+    assert [(share.rank, share.context.rank) for share in shares] == [(0, 0), (1, 1), (2, 0), (3, 1)]
 
 
 def test_routing_has_a_baseline_and_policies_that_differ_from_it(config: Path) -> None:

@@ -23,6 +23,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.machine import provenance
 from moe_ep_bench.placement import rank_load, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.workload.importers import ASSUMED
@@ -149,6 +150,16 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     assert set(rows_of(out)["run_id"]).isdisjoint(after)
     route(config, tmp_path / "out", ["workload.seed=5"])
     assert len(load(out).comparisons) == 2  # a directory keeps what another config left
+
+
+def test_results_of_other_code_are_refused_but_where_all_is_done_anew(tmp_path: Path, monkeypatch) -> None:
+    config = write_config(tmp_path)
+    route(config, tmp_path / "out", [])
+    monkeypatch.setattr(provenance, "code_hash", lambda: "another")
+    with pytest.raises(ValueError, match=r"holds results with code \w+, here it is another; .* or --force$"):
+        route(config, tmp_path / "out", [])
+    route(config, tmp_path / "out", [], force=True)
+    assert load(tmp_path / "out").comparisons[0].run.hashes["code"] == "another"
 
 
 # ---- table and figures ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
+from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import OK, USER_ERROR
 
 ROOT = Path(__file__).parents[1]
@@ -469,6 +470,15 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["advise", *QWEN, "--out", str(directory)]) == USER_ERROR
     assert "holds results of another question" in capsys.readouterr().err
     assert sorted(directory.rglob("*")) == before
+
+
+def test_the_rest_of_a_model_is_the_slowest_ranks_and_names_the_prompts_of_all() -> None:
+    even, uneven = (asked(*OLMOE, tokens, "--peak-load", 4).comparisons[0] for tokens in (4096, 4000))
+    assert rest_of(even).of == "prompts of 128 tokens"
+    rest, slow = rest_of(uneven), PassWork([128] * 4, 0)  # the one rank that has the prompt of 32 is faster
+    assert rest.of == "prompts of 32 to 128 tokens"
+    taken_us = rest.us_per_moe_layer * rest.num_moe_layers
+    assert taken_us == pytest.approx(outside_moe_us(uneven.device, uneven.model, slow, dtype="bfloat16"))
 
 
 def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkeypatch) -> None:

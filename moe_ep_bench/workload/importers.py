@@ -287,8 +287,8 @@ class _Pass(BaseModel):
     layer: NonNegativeInt
     num_tokens: NonNegativeInt
     top_indices: list[list[int]]
-    logit_offset: NonNegativeInt  # in bytes
-    logit_shape: tuple[NonNegativeInt, NonNegativeInt]
+    logit_offset: NonNegativeInt | None = None  # in bytes; None: logits were not captured
+    logit_shape: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
 
 
 def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
@@ -338,6 +338,8 @@ def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer
 def _megatron_shares(read: _Pass, where: str, sidecar: Path, model: ModelSpec) -> NDArray[np.float32]:
     """Shares of the score mass from a pass's logits: [T, E]."""
     shape = (read.num_tokens, model.num_experts)
+    if read.logit_offset is None:
+        raise UserError(f"{where}: logit_offset: expected logits (--moe-routing-trace-capture-logits), got none")
     if read.logit_shape != shape:
         raise UserError(f"{where}: logit_shape: expected {[*shape]}, got {[*read.logit_shape]}")
     bits_N = np.fromfile(sidecar, "<i2", math.prod(shape), offset=read.logit_offset)

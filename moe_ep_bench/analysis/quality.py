@@ -84,8 +84,7 @@ def read_quality(directory: Path) -> Quality:
         raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
     begun = {key: facts[key] for key in sorted(natives["comparison_id"], key=lambda key: facts[key].order)}
     place = cases["comparison_id"].map({key: place for place, key in enumerate(begun)})
-    cases = cases.assign(place=place, later=cases["role"] != "baseline").dropna(subset="place")
-    cases = cases.sort_values(["place", "later", "order"], kind="stable")
+    cases = cases.assign(place=place).dropna(subset="place").sort_values(["place", "order"], kind="stable")
     cases = cases.set_index("case_id")[_CASE].join(_comparisons(begun), on="comparison_id")
     return Quality(cases, *(rows[rows["case_id"].isin(cases.index)] for rows in (scores, routing)))
 

@@ -15,7 +15,6 @@ USER_ERROR = 2  # one line was printed that says what to change
 LOST = 75  # a rank lost the process group, or stood still; a new job goes on with the next case (EX_TEMPFAIL)
 CLOSED = 138  # asked to (SIGUSR1), ended between comparisons; the same command does the rest (128 + the signal)
 
-tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is timed.
 _SELDOM_S = 60.0  # how often a pipe or a log, which keeps every update, gets one
 
 
@@ -98,4 +97,5 @@ def progress_bar(total: int, unit: str, title: str = "", *, shown: bool = True) 
     """
     seldom = {"mininterval": 1.0} if sys.stderr.isatty() else {"mininterval": _SELDOM_S, "delay": _SELDOM_S}
     how = {"dynamic_ncols": True, "disable": not shown or not total, **seldom}
+    tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is timed.
     return tqdm(total=total, unit=f" {unit}", desc=title or None, **how)

@@ -10,12 +10,14 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.store import ResultsError
@@ -121,9 +123,12 @@ def test_progress_is_of_whoever_shows_it_and_a_pipe_gets_none_of_what_ends_soon(
     is_shown: bool, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)  # as it is where nothing of ours shows progress
+    threads = threading.enumerate()
     with progress_bar(10, "iteration", "a title", shown=is_shown) as bar:
         for _ in range(5):
             bar.update()
+        assert threading.enumerate() == threads, "one would wake up beside what is timed"
     said = capsys.readouterr().err
     assert ("a title" in said and "5/10" in said) == (is_shown and is_terminal), said
     assert is_terminal or said == ""

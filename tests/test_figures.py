@@ -224,6 +224,8 @@ def test_of_a_long_sweep_some_points_are_drawn_and_the_csv_has_all(tmp_path: Pat
         assert len(drawing.figure.axes) == 8
         assert drawing.rows["title"].nunique() == 5
         assert "of 5 panels 4 are drawn" in words(drawing.figure)
+        titles = " ".join(axes.get_title(side) for axes in drawing.figure.axes for side in ("left", "center"))
+        assert [n for n in range(5) if f"Tiny {n}" in titles] == [0, 1, 3, 4], "evenly spaced"
 
 
 @pytest.mark.parametrize("factors", [False, True])

@@ -83,6 +83,12 @@ def array(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def routing_of(out: Path) -> pd.DataFrame:
+    rows = pd.concat(pd.read_parquet(path) for path in sorted((out / "routing").glob("*.parquet")))
+    rows = rows.drop(columns=["run_id", "reference_error", "output_error"])
+    return rows.sort_values(["case_id", "rank", "batch"]).reset_index(drop=True)
+
+
 def parts(out: Path) -> dict[str, int]:
     """The part of every finished comparison, all its cases good, with when it was written."""
     found = {}
@@ -179,7 +185,7 @@ def check_stopped(slurm: Cluster, job: str, out: Path, kept: dict[str, int]) -> 
     assert parts(out) == kept
     # What ranks were at is collected by the next start; here too it comes to no lost attempt.
     collect_lost(out / "attempts", {path.name.split("-")[1] for path in out.glob("attempts/now-*")})
-    assert not list(out.glob("attempts/*")), slurm.printed(job)
+    assert [path.read_text() for path in out.glob("attempts/*")] == [], slurm.printed(job)
 
 
 def test_a_job_that_is_interrupted_in_every_way_keeps_what_is_finished_and_then_does_only_the_rest(
@@ -194,6 +200,10 @@ def test_a_job_that_is_interrupted_in_every_way_keeps_what_is_finished_and_then_
 def test_an_array_fills_one_directory_without_collisions(array: Path) -> None:
     assert len(parts(array)) == len(SEEDS)
     assert comparisons(load(array, join_draws=False)).seed.tolist() == SEEDS
+
+
+def test_two_nodes_give_the_routing_rows_of_one(interrupted: Path, array: Path) -> None:
+    pd.testing.assert_frame_equal(routing_of(interrupted), routing_of(array))
 
 
 def test_a_rank_that_dies_on_one_node_costs_its_case_and_not_the_job(slurm: Cluster, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import find_waiting
+from moe_ep_bench.timing.protocol import Step, find_waiting
 from moe_ep_bench.timing.timer import HOLD_US, HOST, PhaseRecorder, Stopwatch, timed
 
 
@@ -184,6 +184,25 @@ def test_hosts_of_virtual_ranks_wait_on_a_gpu(device: str, waiting: set[str], mo
     facts = {"ep_size": 2, "most_tokens": 1, "scope": "model", "context_length": 0}
     comparison = SimpleNamespace(experiment=settings, cases=cases, **facts)
     assert MeasuredRanks(comparison, torch.device(device)).watch.waiting == waiting
+
+
+def test_the_last_rounds_of_each_virtual_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Case:
+        def __init__(self, ranks: object, router: SimpleNamespace, *of_rank: object) -> None:
+            self.case_id = router.case_id
+
+        def time(self, step: Step) -> tuple[str, int, int]:
+            return self.case_id, step.rank, step.iteration
+
+    monkeypatch.setattr(measured_ranks, "RankCase", Case)
+    ranks, measure = MeasuredRanks.__new__(MeasuredRanks), MeasureConfig(iterations=3)
+    ranks.virtual = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
+    ranks._comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
+    batches, traffic = SimpleNamespace(share=lambda *_: None), SimpleNamespace(index=0)
+    routed = [(SimpleNamespace(case_id=name, batches=batches), traffic) for name in ("native", "topk")]
+    last = range(measure.fewest_rounds)[-3:]
+    expected = [[[(name, rank, number) for number in last] for rank in range(2)] for name in ("native", "topk")]
+    assert ranks.times(routed, lambda case_id: None) == expected
 
 
 def test_the_peak_of_memory_is_that_of_a_comparison_and_not_of_what_came_before(

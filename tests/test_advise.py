@@ -98,6 +98,12 @@ def test_the_pick_is_the_fastest_within_the_bounds_that_is_faster(tmp_path: Path
         assert chosen.loc[chosen["is_pick"], "case_id"].tolist() == [case_id for *_, case_id in order[-1:]]
 
 
+def test_what_drops_nearly_all_is_no_candidate(tmp_path: Path) -> None:
+    made = [drop(1.0, 4.0, 0.953125, 0.05), drop(1.5, 1.4, 0.9453125, 0.06)]
+    store = load(write_run(tmp_path, [comparison_of(*made)]))
+    assert candidates(store, NO_BOUNDS)["label"].tolist() == ["token_drop gamma 1.5"]
+
+
 def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path: Path) -> None:
     # 409.6 of 4096 tokens x 2: shares are of whole pairs.
     store = load(write_run(tmp_path, [comparison_of(drop(1.0, 1.5, 0.125, 0.75))]))
@@ -125,7 +131,10 @@ ON_MODEL = {"mode": "emulated", "facts": MODELLED}
 LOSSES = drop(1.0, 1.4, 0.2, 0.9), drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.29, 0.04, 0.98)
 # Candidates, what is special of their comparison, how the answer begins, and what else it says.
 ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
-    "slower": ((drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop gamma 1.5: 0.800 times native (slower)", ""),
+    "slower": (
+        (drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop gamma 1.5: 0.800 times native (slower)",
+        "\nNative takes 2.000 ms.\n",
+    ),
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
     "no baseline": ((), {"cases": LOST}, "Inconclusive: the baseline was not measured", ""),
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),

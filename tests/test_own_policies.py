@@ -19,6 +19,7 @@ from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.policies import policy_class, source_hash
+from moe_ep_bench.policies.laws import LAWS
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -146,6 +147,16 @@ def test_each_law_can_be_broken(name: str, folder: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "BROKEN: " in said
     assert message in said
+
+
+def test_a_law_behind_one_that_is_always_broken_counts_as_not_tried(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    always = "return Routing(map_TE, scores_TE.double())\n        return weighted("
+    write_policy(folder, EXAMPLE.replace("return weighted(", always))
+    assert cli.main(["check-policy", NAME]) == CASES_FAILED
+    said = capsys.readouterr().out
+    assert (said.count("BROKEN: "), said.count("  kept: "), said.count("not tried: ")) == (1, 0, len(LAWS) - 1)
 
 
 CONTRACT = "expected @dataclass(frozen=True, kw_only=True) on a class that extends"

@@ -121,6 +121,7 @@ def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, pe
     lines = lines_of(tmp_path, tokens=tokens, facts={"workload": workload})
     said = [line for line in lines if "chance" in line and "verdicts" not in line]
     assert [line.startswith(words or "") for line in said] == [True] * (words is not None)
+    assert any("in one draw here" in line for line in lines) == (peak_load is not None)
 
 
 @pytest.mark.parametrize("modelled", [False, True])

@@ -38,6 +38,8 @@ ADVICE = "advice.txt"
 # What a candidate is that may not be picked, in place of its verdict.
 OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
+# What drops more does next to nothing: at few tokens a capacity may come to no row at all.
+_MOST_DROPPED = 0.95
 # Shares are sums of float32.
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
@@ -49,6 +51,8 @@ _ROUNDING = 10**-_DIGITS
 def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """A row per candidate and comparison: measured policies and replication. ``topk`` is the model's own routing.
 
+    Left out is what drops more than 95 % of the pairs.
+
     Returns:
         Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
         least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several.
@@ -56,6 +60,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]  # of one piece
+    rows = rows[rows["dropped_share"] <= _MOST_DROPPED]
     rows = rows.set_index("case_id", drop=False).rename_axis(None)
     times = timings(store)
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
@@ -132,7 +137,17 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
         words = f"Inconclusive: {FEW_BATCHES}"
     best = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median").tail(1)
     fastest = "The fastest within the bounds is {0.label}: {0.speedup_median:.3f} times native ({0.verdict})."
-    return [f"{words}.", *map(fastest.format, best.itertuples())]
+    return [f"{words}.", *map(fastest.format, best.itertuples()), *_of_native(native)]
+
+
+def _of_native(native: pd.Series) -> Iterator[str]:
+    """What the untouched layer takes, and a pass of the whole model."""
+    if not missing(native["median_ms"]):
+        words = f"Native takes {milliseconds(native['median_ms'])} ms"
+        if not missing(native.get("pass_ms")):
+            whole = f"{milliseconds(native['pass_ms'])} ms, {native['tokens_per_s_per_rank']:,.0f} tokens/s a GPU"
+            words += f"; the whole model beside a modelled rest: {whole}"
+        yield f"{words}."
 
 
 def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:

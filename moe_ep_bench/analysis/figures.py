@@ -187,7 +187,7 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     limits = {"xlim": axes.get_xlim(), "ylim": axes.get_ylim()}
     for relief_N, kept_N in rows["curve"].dropna().head(1):
         words = "frontier: none that only drops is above; rerouting may be"
-        axes.plot(100 * kept_N, relief_N, color=INK, linewidth=1.4, zorder=2, label=words)
+        axes.plot(100 * kept_N, relief_N, color=INK, linestyle=":", linewidth=1.4, zorder=2, label=words)
     axes.set(**limits)
 
 

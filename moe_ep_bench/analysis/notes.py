@@ -101,6 +101,10 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     return [
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", _by_chance(one, ok)),
+        (
+            "busy experts stand on ranks at random, in one draw here: others gain otherwise (sweep workload.seed)",
+            _is_one_draw(one, rows),
+        ),
         (f"{READING}; native spends {{:.1f}} % of its pairs on it", padding),
         (
             "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and "
@@ -119,6 +123,13 @@ def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:
     if target is None:
         return f"no skew was asked for: native's fullest expert has {peak:.3g} x mean by chance, as few tokens have"
     return f"peak load {target:g}: the target of each batch, with what few tokens have by chance (native's: {peak:.3g})"
+
+
+def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
+    """Whether ranks' loads are those of a single draw, of which the title says nothing."""
+    facts, targets = one.facts, one.facts.workload.targets
+    by_chance = targets.get("peak_load") and not targets.get("rank_load") and facts.num_ranks > 1
+    return bool(by_chance) and rows["num_draws"].iloc[0] == 1 and "one draw" not in rows["title"].iloc[0]
 
 
 def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:

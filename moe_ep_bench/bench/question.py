@@ -220,7 +220,8 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
     notes = []
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
-        notes.append(f"assumed: top-k score mass {_TOPK_SHARE:g}")
+        equal = ", equal over the top-k, so that the mass kept only counts pairs" if trace.scores_are_assumed else ""
+        notes.append(f"assumed: top-k score mass {_TOPK_SHARE:g}{equal}")
     if decode and not is_of_decode:
         notes.append("assumed: requests that decode route as their prompts did")
     if is_of_decode and not decode:

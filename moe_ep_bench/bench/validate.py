@@ -54,6 +54,7 @@ def validate(
     with naming(str(config)):
         for comparison in real:
             refuse(comparison.ep_size != num_ranks, "layer.ep_size", every, comparison.ep_size)
+    refuse(margin == 0, "--margin", "more than 0", margin)
     files = ValidationDirectory(out)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")

@@ -194,6 +194,9 @@ def _validate(options: Namespace) -> int:
 
 def _papers(options: Namespace) -> int:
     if options.config is None:
+        for flag, given in (("out", options.out), ("set", options.overrides), ("nproc", options.nproc)):
+            if given:
+                raise UserError(f"--{flag}: goes with a config of configs/papers/, got none")
         if options.json:
             from moe_ep_bench.papers import list_json as listed
         else:

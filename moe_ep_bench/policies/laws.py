@@ -222,7 +222,7 @@ def check_text(policy: Policy) -> tuple[str, bool]:
         ValueError: the policy's own checks refuse every trial.
     """
     broken: dict[Law, str] = {}  # by the first trial
-    held: set[Law] = set()
+    held: set[Law] = set()  # with tokens
     tried, refused = 0, []
     for trial in trials(policy):
         try:
@@ -235,8 +235,8 @@ def check_text(policy: Policy) -> tuple[str, bool]:
         try:
             routing = trial.route()
             for law in LAWS:
-                held.add(law)
                 law(trial, routing)
+                held |= {law} if trial.scores_TE.numel() else set()
         except LawBroken as error:
             broken.setdefault(law, f"{trial.title}: {error}")
         except Exception as error:  # of the policy

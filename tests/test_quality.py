@@ -33,6 +33,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
+from moe_ep_bench.quality import checkpoint as checkpoint_module
 from moe_ep_bench.quality import text as text_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment
@@ -493,3 +494,16 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
         # Of a tenth of the experts, which are idle here: against Table 2 of arXiv 2503.05066.
         ("token_drop", "expert_drop"): "does not hold",
     }
+
+
+def test_a_checkpoint_is_told_from_others_by_the_ends_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_HASHED_BYTES", 4)
+    found = set()
+    for number, weights in enumerate((b"0123456789", b"x123456789", b"012345678x", b"01234567890")):
+        path = tmp_path / str(number)
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(weights)
+        found.add(Checkpoint(path).fingerprint)
+    assert len(found) == 4

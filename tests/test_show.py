@@ -59,6 +59,7 @@ def test_a_table_shows_speedups_beside_their_cost(tmp_path):
     assert rows["native"][1:3] == ["2.000", "1"]
     assert "5 cases: 5 ok, 0 not" in text
     assert "warning" not in text
+    assert "\nmore: --view phases" in text
 
 
 def test_cases_that_were_not_measured_are_lines_with_their_reason(tmp_path):

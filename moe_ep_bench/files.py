@@ -47,6 +47,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except FileNotFoundError as error:  # Below /proc no file can be made.
         raise UserError(f"cannot write {path}: {error.strerror}") from None
+    except OSError as error:
+        error.filename = str(path)  # not the temporary one
+        raise
     os.close(handle)
     temporary = Path(name)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,6 +77,16 @@ def fail_after_half(path: Path) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError("midway")
+
+
+def test_a_file_that_cannot_be_made_is_named_not_its_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".table.csv.x1"))
+    monkeypatch.setattr(files.tempfile, "mkstemp", mock.Mock(side_effect=refused))
+    with pytest.raises(OSError, match="Read-only") as raised:
+        write_text(tmp_path / "table.csv", "")
+    assert raised.value.filename == str(tmp_path / "table.csv")
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:

@@ -165,3 +165,20 @@ def test_a_title_has_the_domains_of_recordings_and_their_phase(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
     (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
     assert one.title == f"DeepSeek-V2-Lite x 0.03125, EP 4, 4 tokens (1 a rank), {words}"
+
+
+@pytest.mark.parametrize(("peak_load", "words"), [(None, "single domain"), (4, "single domain, peak load 4")])
+def test_a_title_names_what_takes_the_place_of_a_skews_own_load(
+    peak_load: int | None, words: str, tmp_path: Path
+) -> None:
+    workload = {
+        "kind": "synthetic",
+        "num_tokens": 64,
+        "num_batches": 1,
+        "skew": "single_domain",
+        "peak_load": peak_load,
+    }
+    config = {**CONFIG, "workload": workload, "sweep": {}, "model": {"preset": "olmoe-1b-7b"}, "layer": {"ep_size": 1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
+    assert one.traffic == words

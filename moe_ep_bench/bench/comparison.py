@@ -295,6 +295,7 @@ class Comparison:
         elif config.skew is not None:
             of = None if config.skew in PATTERNS else config.calibration(preset).of  # None: the model's own
             words = config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
+            words += "" if config.peak_load is None else f", peak load {config.peak_load:g}"
         elif config.skew_from is not None:
             words = f"loads of layer {config.layer} of {config.skew_from.name}"
         else:

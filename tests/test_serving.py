@@ -339,6 +339,7 @@ def test_settings_come_from_the_variables(tmp_path: Path) -> None:
         ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
         ({POLICY: "policy.yaml"}, f"{POLICY}: expected JSON"),
         ({POLICY: "3"}, f"{POLICY}: expected a policy's name and fields, got 3"),
+        ({RECORD: "r", LIMIT: "nan"}, f"{LIMIT}: expected more than 0, got nan"),
         ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: could not convert string to float: 'much'"),
     ],
 )

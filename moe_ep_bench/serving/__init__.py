@@ -46,7 +46,8 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
     if not (spec or directory):
         return None
     with naming(LIMIT):
-        most_bytes = float(environment.get(LIMIT, "4")) * 2**30
+        if not (most_bytes := float(environment.get(LIMIT, "4")) * 2**30) > 0:
+            raise UserError(f"expected more than 0, got {environment[LIMIT]}")
     policy, acts_in = _policy(spec) if spec else (None, ())
     path = Path(directory).absolute() if directory else None
     return Settings(policy=policy, acts_in=acts_in, directory=path, most_bytes=most_bytes)

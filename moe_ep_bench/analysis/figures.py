@@ -312,7 +312,8 @@ QUALITY_FIGURES = {
     "quality": Figure(
         "What a policy's gain costs the answers",
         [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
-        "Cross-entropy added to the unpatched model's on the same sequences, nats per token.{whiskers}",
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. A line joins what no "
+        "other setting of the policy beats in both; each is a row of the CSV.{whiskers}",
         answer_rows,
         columns=(
             *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),

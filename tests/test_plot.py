@@ -269,6 +269,7 @@ def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(di
             for drawing in drawings(store).values():
                 settle(drawing.figure)
                 assert_nothing_is_clipped(drawing.figure)
+                assert any(axes.get_xlabel() for axes in drawing.figure.axes)
                 number += 1
     assert number
 

@@ -193,7 +193,7 @@ def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     assert held(load_model("qwen3-235b-a22b"), 16, 1)["cache_bytes"] == 94 * 2 * 4 * 128 * 2
 
 
-def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
+def deployment(folder: Path, model: dict[str, Any], device_bytes: float = 80e9, **keys: Any) -> Fit:
     raw = {
         "model": model,
         "workload": {"kind": "synthetic", "num_tokens": 32768},
@@ -202,7 +202,7 @@ def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
         **keys,
     }
     (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
-    return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", 80e9)
+    return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", device_bytes)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,9 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
     assert (at_32.holds(), at_32.words) == (True, "")
     assert not at_32.holds(80e9 - at_32.num_bytes + 1)
+    one_each = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 256})
+    small = deployment(tmp_path, {"preset": "deepseek-v3"}, one_each.num_bytes, layer={"ep_size": 128})
+    assert (small.holds(), small.fitting_ep_size) == (False, 256)
     # A cache of 2,000,000 tokens a rank fits nowhere; more ranks share the requests.
     step = {
         "workload": {"kind": "synthetic", "num_tokens": 64, "sequence_length": 1},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from trace_files import trace_parts, write_parts, write_trace
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.workload.trace import open_trace
+from moe_ep_bench.workload.trace import TraceWriter, open_trace
 
 LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
 parts = partial(trace_parts, length_S=[9, 1, 20, 10], num_layers=LAYERS, num_experts=EXPERTS, top_k=K, full=True)
@@ -120,3 +121,10 @@ def test_a_truncated_file_and_a_layer_beyond_the_last_are_refused(tmp_path, left
         open_trace(path).read_layer(LAYERS)
     path.write_bytes(path.read_bytes()[:left])
     assert refusal(path).startswith(f"{path}: not a whole, readable safetensors file (")
+
+
+@pytest.mark.parametrize(("num_experts", "kept_as"), [(256, ("U8", "<u1")), (257, ("U16", "<u2"))])
+def test_ids_take_a_byte_up_to_256_experts(num_experts: int, kept_as: tuple[str, str], tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path)
+    writer.describe(num_experts=num_experts, top_k=2, where="-")
+    assert writer._type_of("expert_ids") == kept_as

@@ -124,8 +124,9 @@ def test_without_nvml_or_with_one_that_hangs_the_run_goes_on(monkeypatch: pytest
 
 def test_nobody_watches_once_the_block_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "nvml_reader", lambda device: lambda: SLOW)
+    before = threading.enumerate()  # An earlier test's may be about to end.
     with watched_machine(CUDA, CEILINGS, period_s=0.001):
-        (watch,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
+        (watch,) = [one for one in threading.enumerate() if one.name == "machine" and one not in before]
     watch.join(20)
     assert not watch.is_alive()
 

@@ -133,7 +133,7 @@ LOSSES = drop(1.0, 1.4, 0.2, 0.9), drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.29, 0
 ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "slower": (
         (drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop gamma 1.5: 0.800 times native (slower)",
-        "\nNative takes 2.000 ms.\n",
+        "\nNative takes 2.000 ms (measured).\n",
     ),
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
     "no baseline": ((), {"cases": LOST}, "Inconclusive: the baseline was not measured", ""),

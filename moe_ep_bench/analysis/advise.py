@@ -143,7 +143,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
 def _of_native(native: pd.Series) -> Iterator[str]:
     """What the untouched layer takes, and a pass of the whole model."""
     if not missing(native["median_ms"]):
-        words = f"Native takes {milliseconds(native['median_ms'])} ms"
+        words = f"Native takes {milliseconds(native['median_ms'])} ms ({native['origin']})"
         if not missing(native.get("pass_ms")):
             whole = f"{milliseconds(native['pass_ms'])} ms, {native['tokens_per_s_per_rank']:,.0f} tokens/s a GPU"
             words += f"; the whole model beside a modelled rest: {whole}"

@@ -67,7 +67,12 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
 
 class Measurement(Session):
-    """The steps of a comparison's measurement, which all ranks take together."""
+    """The steps of a comparison's measurement, which all ranks take together.
+
+    Attributes:
+        pool: memory of the CUDA graphs.
+        timed: cases whose samples there are, in their order; ``samples``, their times.
+    """
 
     def measured(self) -> Outcome:
         """Take the steps of a measurement as long as cases are left; all ranks agree on them."""

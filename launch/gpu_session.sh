@@ -176,9 +176,11 @@ virtual() {
     --set measure.breakdown_iterations=1 "$@" "${tiny[@]}" ${rehearse:+--set layer.ep_size=2}
 }
 
-waiting='import json, sys; from pathlib import Path; import pyarrow.parquet as pq
+waiting='import sys; from pathlib import Path; import pandas as pd
 for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
-    print(*path.parts[-3::2], len(json.loads(pq.read_schema(path).metadata[b"conditions"]).get("waiting", [])))'
+    rows = pd.read_parquet(path).query("phase == \"total\" and kind == \"plain\"")
+    columns = ["time_us", "host_us", "host_busy_us", "sm_clock_mhz"]
+    print(*path.parts[-3::2], rows.groupby(["policy", "policy_params"])[columns].median().round(1).to_string(), sep="\n")'
 measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
 
 # What everything else rests on. Most of a test's time goes into compiling its kernels, on one core: so many at once.
@@ -198,7 +200,7 @@ step run 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
-# In how many cases of a part the host waits for the GPU.
+# What the GPU takes of each case, and the host with and without waiting for it.
 show waiting 20 "$python" -c "$waiting" "$out"
 virtual budget-drop 50 --set 'policies=[{name: topk}, {name: budget_drop, max_lost_mass: 0.01}]'
 # What time is left for, here or when the command is given again.

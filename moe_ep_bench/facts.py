@@ -197,12 +197,8 @@ class Conditions(JsonRecord):
 
     run_id: str
     warm_up: WarmUp
-    waiting: list[str] | None = None  # ids of cases whose host waits for its GPU within a run; None = not looked for
+    unclocked: dict[str, list[str]] = {}  # by case id, where rank 0's host waits for its GPU and no clock sees it
     ranks: Annotated[list[RankConditions], Field(min_length=1)]
-
-    def waits(self, case_id: str) -> bool:
-        """Whether the case's host may wait for its GPU, so that its own time is not known."""
-        return self.waiting is None or case_id in self.waiting
 
     @property
     def machines(self) -> Sequence[tuple[str, MachineState]]:

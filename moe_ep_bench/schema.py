@@ -36,6 +36,8 @@ class Phase:
 
 # Beside the phases: the whole layer or model, and what of a breakdown iteration no phase covers.
 TOTAL, UNACCOUNTED = "total", "unaccounted"
+# Columns of ``samples`` that say more of a whole iteration, in its total's row.
+BESIDE_TOTAL = HOST, HOST_BUSY, THREAD_CPU, SM_CLOCK = "host_us", "host_busy_us", "thread_cpu_us", "sm_clock_mhz"
 # What of an MoE layer in a whole model no other phase covers.
 MOE_REST = "moe_rest"
 
@@ -171,9 +173,12 @@ SAMPLES_SCHEMA = _table(
         ("kind", pa.string()),  # plain (two clock readings) or breakdown (every phase)
         ("layer", pa.int32()),  # of a whole model, from 0, dense ones included; null = of none, or timed alone
         ("phase", pa.string()),  # PHASES, total, unaccounted
-        ("time_us", pa.float64()),
-        ("host_us", pa.float64()),  # total rows: host time to issue the iteration
-        ("thread_cpu_us", pa.float64()),  # total rows: CPU time of the issuing thread
+        ("time_us", pa.float64()),  # of the device; on the CPU of the host
+        # BESIDE_TOTAL, of total rows; null where there is no such thing.
+        (HOST, pa.float64()),  # host time to issue the iteration
+        (HOST_BUSY, pa.float64()),  # the same without waiting for the GPU; null on the CPU, which is its own device
+        (THREAD_CPU, pa.float64()),  # CPU time of the issuing thread
+        (SM_CLOCK, pa.float64()),  # clock of the GPU ahead of the iteration, by the length of its hold
     ]
 )
 

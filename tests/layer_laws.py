@@ -13,6 +13,7 @@ import torch.distributed as dist
 from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
+from waits import watched_waits
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
@@ -25,6 +26,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import TopK, top_k_map, weighted
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing.syncs import watched_syncs
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
 
 SEED = 3
@@ -331,6 +333,23 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
         # On one rank rows are cut before they are sorted, where fused sorting lets native wait until behind it.
         assert policy == ("before_permutation_2" if alone else native) != "before_permutation_1"
         assert native == ({"fused": "before_finish"}.get(permute, policy) if alone else "before_ep_alltoall")
+
+
+@law(1, 2)
+def all_that_the_host_waits_for_its_device_is_clocked(lab: Lab) -> None:
+    """Native and policies; on the CPU, whose values stand for a GPU's."""
+    hidden_TD, scores_TE = lab.tokens()
+    layers, clock, on_cpu = lab.layers(), clock_for(lab.ranks.device), lab.ranks.device.type == "cpu"
+    for spec in (None, *POLICIES, *BATCH_WIDE):
+        lab.route(layers, spec, hidden_TD, scores_TE)  # compiles
+        before_us = clock.blocked_us
+        with (
+            watched_syncs(clock.blocking, "cpu") if on_cpu else clock.watched(),
+            watched_waits(lambda: clock.is_blocked) if on_cpu else clock.unseen() as unseen,
+        ):
+            lab.route(layers, spec, hidden_TD, scores_TE)
+        assert not unseen, f"{spec}: {unseen}"
+        assert clock.blocked_us > before_us, f"{spec}: no layer of the all-to-all is without"
 
 
 @law()

@@ -89,9 +89,10 @@ class FakeComparison:
     num_launches: int = 1
     launch_noise: float = 0.0  # standard deviation of the log of a case's layer time between launches
     moe_layers: Sequence[int] = ()  # of a whole model
-    host_share: float = 0.3  # host time of an iteration over its time
+    host_share: float = 0.3  # what the host is busy in a plain iteration over its time
     kinds: Sequence[str] = ("plain", "breakdown")
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    unclocked: Sequence[str] = ()  # policies whose host waits where no clock sees it
 
     def case_id(self, case: FakeCase) -> str:
         return f"{self.comparison_id}-{list(map(id, self.cases)).index(id(case))}"
@@ -130,8 +131,8 @@ class FakeComparison:
         return {
             "run_id": f"r{launch}",
             "warm_up": {"change": 0.01, "settled": True, **self.conditions.get("warm_up", {})},
-            "waiting": self.conditions.get("waiting"),
             "ranks": [rank] * self.num_ranks,
+            "unclocked": {self.case_id(case): ["mine.py:7"] for case in self.cases if case.policy in self.unclocked},
         }
 
 
@@ -233,7 +234,8 @@ def _samples(one: FakeComparison, case: FakeCase, generator: np.random.Generator
     parts = pd.DataFrame(_parts(one, case), columns=["kind", "rank", "layer", "phase", "share", "us"])
     rows = steps.merge(parts, on="kind")
     time_us = rows["share"] * rows["layer_us"] + rows["us"]
-    rows = rows.assign(time_us=time_us, host_us=(one.host_share * time_us).where(rows["kind"] == "plain"))
+    host_us = (one.host_share * time_us).where(rows["kind"] == "plain")
+    rows = rows.assign(time_us=time_us, host_us=2 * host_us, host_busy_us=host_us)  # half of it waits for the GPU
     rows["layer"] = rows["layer"].astype("Int64")
     return dict(rows.drop(columns=["layer_us", "share", "us"]).items())
 

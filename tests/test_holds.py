@@ -1,155 +1,129 @@
-"""A layer takes as long as the slower of its host and its device; a host that waits for the device is not slower."""
+"""A layer takes as long as the slower of its device and its host, whose waiting for the device is no work."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from virtual_time import HandClock
 
+from moe_ep_bench.analysis.store import paced
 from moe_ep_bench.bench import measured_ranks
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 from moe_ep_bench.config import MeasureConfig
-from moe_ep_bench.layer.host import free_memory
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.layer.host import device_scope, free_memory
+from moe_ep_bench.schema import HOST, HOST_BUSY, SM_CLOCK, TOTAL, UNACCOUNTED
+from moe_ep_bench.timing import syncs
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import Step, find_waiting
-from moe_ep_bench.timing.timer import HOLD_US, HOST, PhaseRecorder, Stopwatch, timed
+from moe_ep_bench.timing.protocol import Step
+from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch, timed
 
 
 class Machine:
-    """A host that issues runs, and a device that is held and runs them, each with a time of its own."""
+    """A host that issues work, and a device that is held and does it in order, each with a time of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, clock_ghz: float = 2.0) -> None:
-        self.host, self.device, self.held, self.free_at = HandClock(), HandClock(), [], 0.0
-        self.clock_ghz = clock_ghz
+        self.host, self.device = HandClock(), HandClock()
+        self.device.is_apart, self.held, self.clock_ghz = True, [], clock_ghz
         monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.host.now * 1000))
         monkeypatch.setattr(self.device, "hold", self._hold)
+        monkeypatch.setattr(self.device, "wait", self._catch_up)
 
-    def _hold(self, hold_us: float) -> float | None:
+    def _hold(self, hold_us: float) -> None:
         self.held.append(hold_us)
-        began, held_us = self.device.now, hold_us * 2.0 / self.clock_ghz
-        self.device.now, self.free_at = began + held_us, self.host.now + held_us
-        return began if hold_us else None
+        self._work(hold_us * 2.0 / self.clock_ghz)
 
-    def case(
-        self, case_id: str, issued_us: float, takes_us: float, *, waits: bool = False, fills: bool = False
-    ) -> FixedCase:
-        """``waits``: when all is issued but the last launch, the host waits until the device has done what it has.
+    def _work(self, time_us: float) -> None:
+        """Queue work now; the device begins it when it has come and what was before is done."""
+        self.device.now = max(self.device.now, self.host.now) + time_us
 
-        ``fills``: the device queues half of the launches; before the others it has to begin.
-        """
+    def _catch_up(self) -> None:
+        self.host.now = max(self.host.now, self.device.now)
+
+    def run(self, *parts: tuple[float, float]) -> Callable[[], None]:
+        """A case: the host issues each part and the device does it (us); between parts the host waits."""
 
         def run() -> None:
-            self.host.now += issued_us / 2
-            if fills:
-                self.host.now = max(self.host.now, self.free_at)
-            self.host.now += issued_us / 2
-            if waits:
-                self.host.now = max(self.host.now, self.free_at + takes_us)
-            self.device.now += takes_us
+            for number, (issued_us, takes_us) in enumerate(parts):
+                if number:
+                    with self.device.blocking():
+                        self._catch_up()
+                self.host.now += issued_us
+                self._work(takes_us)
 
-        return FixedCase(case_id, run)
+        return run
 
-
-class FixedCase:
-    def __init__(self, case_id: str, run: Callable[[], None]) -> None:
-        self.case_id, self.run = case_id, run
-
-    @contextlib.contextmanager
-    def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
-        yield self.run
+    def time(self, *parts: tuple[float, float], hold_us: float = HOLD_US) -> dict[Any, float]:
+        return Stopwatch(PhaseRecorder(self.device), timer_module.no_meeting, None, hold_us).time("", self.run(*parts))
 
 
-# Name, microseconds that the host takes to issue it, that the device takes, and whether the host waits within it.
-CASES = [
-    ("prefill", 500, 5000, False),
-    ("decode", 400, 200, False),
-    ("decode, replayed", 20, 200, False),
-    ("waits for its device", 400, 1000, True),
-    ("many layers of a slow host", 20_000, 4_000, False),
-    ("many layers of a fast one", 20_000, 40_000, False),
-]
+# By name: what the host issues and the device does, the host waiting in between; then the host's time without that.
+CASES = {
+    "prefill": ([(500, 5000)], 500),
+    "decode": ([(400, 200)], 400),
+    "many layers of a slow host": ([(20_000, 4_000)], 20_000),
+    "an all-to-all layer": ([(300, 1000), (400, 4000)], 700),
+    "one of few tokens": ([(300, 60), (400, 100)], 700),
+    # 0.2 ms of work before the host waits, which it needs over 1.9 ms to reach: no hold told it from one that does not.
+    "one of a slow host": ([(1950, 200), (400, 300)], 2350),
+}
 
 
 @pytest.mark.parametrize("clock_ghz", [1.2, 2.0, 2.9])
-def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(
-    clock_ghz: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", CASES)
+def test_the_hosts_time_is_what_it_issues_whatever_it_waits_for_its_device(
+    name: str, clock_ghz: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch, clock_ghz)
-    cases = [machine.case(name, issued_us, takes_us, waits=waits) for name, issued_us, takes_us, waits in CASES]
-
-    def found(slowest: Callable[[np.ndarray], np.ndarray]) -> frozenset[str]:
-        return find_waiting(cases, machine.device, lambda: None, slowest, lambda case_id: None)
-
-    assert found(lambda beyond_us_C: beyond_us_C) == {"waits for its device"}
-    other_rank_C = np.array([-9.0, -9.0, 30.0, -9.0, -9.0, -9.0])
-    expected = {"waits for its device", "decode, replayed"}
-    assert found(lambda beyond_us_C: np.maximum(beyond_us_C, other_rank_C)) == expected
-
-
-@pytest.mark.parametrize(("waits", "disturbed"), [(True, (0, 3)), (False, (4, 5, 7, 8))])
-def test_a_host_that_is_disturbed_waits_as_its_fastest_runs_do(
-    waits: bool, disturbed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two runs of three, each way: without a hold, or behind both holds."""
-    machine = Machine(monkeypatch)
-    model, runs = machine.case("model", 40_000, 60_000, waits=waits), itertools.count()
-
-    def run() -> None:
-        machine.host.now += 50_000 if next(runs) in disturbed else 0
-        model.run()
-
-    found = find_waiting(
-        [FixedCase("model", run)], machine.device, lambda: None, lambda beyond_us_C: beyond_us_C, lambda case_id: None
-    )
-    assert found == ({"model"} if waits else frozenset())
-
-
-def test_a_slow_host_waits_for_no_device_that_cannot_queue_all_of_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch)
-    cases = [machine.case("1,600 launches", 11_000, 4_000, fills=True), machine.case("layer", 400, 1000, waits=True)]
-    waiting = find_waiting(cases, machine.device, lambda: None, lambda beyond_us_C: beyond_us_C, lambda case_id: None)
-    assert waiting == {"layer"}
-
-
-@pytest.mark.parametrize(("name", "issued_us", "takes_us", "waits"), CASES)
-def test_the_slower_of_host_and_device_sets_the_pace(
-    name: str, issued_us: float, takes_us: float, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every case is held for as long, so that none gains by a head start that another has not."""
-    machine = Machine(monkeypatch)
-    waiting = frozenset([name]) if waits else frozenset()
-    watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None, waiting=waiting)
-    case = machine.case(name, issued_us, takes_us, waits=waits)
-    times = watch.time(case.case_id, case.run)
+    parts, busy_us = CASES[name]
+    times = machine.time(*parts)
     assert machine.held == [HOLD_US]
-    assert times[TOTAL] == (takes_us if waits else max(issued_us, takes_us))
+    assert times[HOST_BUSY] == pytest.approx(busy_us)
+    assert times[HOST] >= times[HOST_BUSY]
+    assert (times[HOST] > times[HOST_BUSY]) == (len(parts) > 1), "it waited"
     assert times[UNACCOUNTED] == times[TOTAL], "no phase was entered"
-    if not waits:
-        assert times[HOST] == issued_us
 
 
-@pytest.mark.parametrize("late_us", [0, 5000])
-@pytest.mark.parametrize("clock_ghz", [1.2, 2.0, 2.9])
-def test_the_device_says_how_long_a_host_that_waits_had_a_head_start(
-    clock_ghz: float, late_us: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would seem to issue work until the end on a GPU of a low clock, and where another rank came late."""
-    machine = Machine(monkeypatch, clock_ghz)
+@pytest.mark.parametrize("hold_us", [0.0, 300.0, 2000.0, 50_000.0])
+def test_no_hold_hides_the_host_of_a_layer_that_waits(hold_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Machine(monkeypatch).time(*CASES["one of few tokens"][0], hold_us=hold_us)
+    assert max(times[TOTAL], times[HOST_BUSY]) == pytest.approx(700 if hold_us else 860, abs=1)
 
-    def meet() -> None:
-        machine.device.now += late_us
-        machine.free_at += late_us
 
-    case = machine.case("waits", 400, 1000, waits=True)
-    assert timed(case.run, PhaseRecorder(machine.device), meet)[HOST] == pytest.approx(1000, abs=1)
+def test_what_the_probes_of_a_phase_take_is_not_the_hosts_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual ranks are always timed by phase."""
+    machine = Machine(monkeypatch)
+    stamp = machine.device.stamp
+    monkeypatch.setattr(
+        machine.device, "stamp", lambda: (setattr(machine.host, "now", machine.host.now + 5), stamp())[1]
+    )
+    recorder = PhaseRecorder(machine.device)
+    phase = recorder.wrap("experts", machine.run((400, 200)))
+    times = timed(lambda: [phase() for _ in range(10)], recorder)
+    assert times[HOST] == 4000 + 22 * 5
+    assert times[HOST_BUSY] == 4000 + 2 * 5, "those at both ends are the run's"
+
+
+def test_on_the_cpu_the_host_is_the_device() -> None:
+    times = timed(lambda: None, PhaseRecorder(timer_module.Clock()))
+    assert HOST in times
+    assert HOST_BUSY not in times
+    assert SM_CLOCK not in times
+
+
+def test_the_hold_of_a_config_is_that_of_the_clock_unless_it_says_otherwise() -> None:
+    assert MeasureConfig().hold_us == HOLD_US
+    assert MeasureConfig().definition == {}, "cases keep their ids"
+    assert MeasureConfig(hold_us=300).definition == {"hold_us": 300}
 
 
 def test_the_marks_of_the_run_before_are_given_back_before_the_hosts_time_begins(
@@ -164,26 +138,154 @@ def test_the_marks_of_the_run_before_are_given_back_before_the_hosts_time_begins
 
     recorder = PhaseRecorder(machine.device)
     recorder.marks += [(Event(), UNACCOUNTED) for _ in range(30)]
-    assert timed(machine.case("decode", 400, 200).run, recorder, paced=True)[HOST] == 400
+    assert timed(machine.run((400, 200)), recorder)[HOST] == 400
 
 
-def test_without_a_hold_the_host_sets_no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the CPU, where what the host does is the work."""
-    machine = Machine(monkeypatch)
-    case = machine.case("decode", 400, 200)
-    times = timed(case.run, PhaseRecorder(machine.device), hold_us=0.0, paced=True)
-    assert (times[HOST], times[TOTAL]) == (400, 200)
+# ---- operations that wait --------------------------------------------------------------------------------------------
+
+NUMBERS = torch.arange(6.0)
+MASK = NUMBERS > 2
+# On the CPU in the place of a GPU: what reads values of the device, and what does not.
+WAITING = {
+    "item": lambda: NUMBERS[1].item(),
+    "tolist": lambda: NUMBERS.tolist(),
+    "cpu": lambda: NUMBERS.cpu(),
+    "bool": lambda: bool(MASK.any()),
+    "int": lambda: int(NUMBERS.sum()),
+    "float": lambda: float(NUMBERS.sum()),
+    "index": lambda: [0, 1, 2][torch.tensor(1)],
+    "if": lambda: 1 if MASK.all() else 0,
+    "a mask": lambda: NUMBERS[MASK],
+    "a mask among indices": lambda: NUMBERS.view(2, 3)[0, MASK[:3]],
+    "nonzero": lambda: MASK.nonzero(),
+    "torch.nonzero": lambda: torch.nonzero(MASK),
+    "masked_select": lambda: NUMBERS.masked_select(MASK),
+    "unique": lambda: torch.unique(NUMBERS),
+    "equal": lambda: torch.equal(NUMBERS, NUMBERS),
+    "repeat_interleave": lambda: NUMBERS.repeat_interleave(torch.tensor([1] * 6)),
+    "synchronize": lambda: torch.cuda.synchronize(),
+    "a stream": lambda: torch.cuda.current_stream().synchronize(),
+    "an event": lambda: torch.cuda.current_stream().record_event().synchronize(),
+    "a tensor of the host's values": lambda: torch.tensor([1.0], device="cpu"),
+}
+RUNNING = {
+    "arithmetic": lambda: NUMBERS * 2 + NUMBERS.sum(),
+    "slices": lambda: (NUMBERS[1:], NUMBERS[torch.zeros(2, dtype=torch.int64)], NUMBERS[None, 2]),
+    "where": lambda: torch.where(MASK, NUMBERS, 0.0),
+    "another dtype": lambda: NUMBERS.to(torch.float64),
+    "the same device": lambda: NUMBERS.to("cpu"),
+    "rows whose number is known": lambda: NUMBERS.repeat_interleave(torch.ones(6, dtype=torch.int64), output_size=6),
+    "a fixed repeat": lambda: NUMBERS.repeat_interleave(2),
+}
 
 
-@pytest.mark.parametrize(("device", "waiting"), [("cuda", {"native", "topk"}), ("cpu", set())])
-def test_hosts_of_virtual_ranks_wait_on_a_gpu(device: str, waiting: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("builder", "VirtualRanks", "clock_for"):
-        monkeypatch.setattr(measured_ranks, name, lambda *_: None)
-    settings = SimpleNamespace(measure=MeasureConfig(), layer=None)
-    cases = [SimpleNamespace(case_id=name) for name in ("native", "topk")]
-    facts = {"ep_size": 2, "most_tokens": 1, "scope": "model", "context_length": 0}
-    comparison = SimpleNamespace(experiment=settings, cases=cases, **facts)
-    assert MeasuredRanks(comparison, torch.device(device)).watch.waiting == waiting
+@pytest.mark.parametrize(("waits", "name"), [*((True, name) for name in WAITING), *((False, name) for name in RUNNING)])
+def test_operations_that_read_values_are_clocked_and_others_are_not(waits: bool, name: str) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def blocking() -> Iterator[None]:
+        entered.append(name)
+        yield
+
+    operation = WAITING[name] if waits else RUNNING[name]
+    with device_scope():
+        expected = operation()
+        with syncs.watched_syncs(blocking, "cpu"):
+            found = operation()
+            count = len(entered)
+        operation()
+    assert (count > 0) == waits
+    assert len(entered) == count, "nothing is watched any more"
+    assert str(found) == str(expected)
+
+
+def test_copies_between_host_and_device_wait_unless_they_need_not() -> None:
+    numbers = torch.zeros(2, device="meta")
+    for waits, args, kwargs in [
+        (True, ("cpu",), {}), (True, (torch.device("cpu"),), {}), (True, (), {"device": "cpu"}),
+        (False, ("cpu",), {"non_blocking": True}), (False, (torch.bfloat16,), {}), (False, ("meta",), {}),
+        (False, (numbers,), {}),
+    ]:  # fmt: skip
+        assert syncs._crosses("meta", (numbers, *args), kwargs) == waits, (args, kwargs)
+    assert syncs._crosses("meta", (torch.zeros(2), "meta"), {}), "a copy from pages waits too"
+
+
+def test_waits_that_no_clock_sees_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says so itself, at the line; a stand-in for its warning."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    clock = timer_module.Clock()
+
+    def sync() -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1)", stacklevel=2)
+
+    with syncs.unseen_syncs(lambda: clock.is_blocked) as places:
+        with clock.blocking():
+            sync()
+        warnings.warn("another matter", stacklevel=1)
+        sync()
+        line = inspect.currentframe().f_lineno - 1
+    assert places == [f"test_holds.py:{line}"]
+    assert modes == ["warn", "default"]
+
+
+# ---- the slower of the two -------------------------------------------------------------------------------------------
+
+
+def samples(device_us: list[float], host_us: list[float | None], kind: str = "plain", **changes: Any) -> pd.DataFrame:
+    """Totals of one cell, and of broken down ones what is unaccounted for: 10 us."""
+    where = {"case": 0, "launch": 0, "batch": 0, "rank": 0, "kind": kind, "layer": None, **changes}
+    about = [{**where, "iteration": number} for number in range(len(device_us))]
+    totals = [
+        {**one, "phase": TOTAL, "time_us": device, HOST_BUSY: host}
+        for one, device, host in zip(about, device_us, host_us, strict=True)
+    ]
+    rest = [{**one, "phase": UNACCOUNTED, "time_us": 10.0, HOST_BUSY: None} for one in about if kind == "breakdown"]
+    return pd.DataFrame([*rest, *totals])
+
+
+def times_of(rows: pd.DataFrame, phase: str = TOTAL) -> list[float]:
+    return rows.loc[rows["phase"] == phase, "time_us"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("device_us", "host_us", "expected"),
+    [
+        ([5, 6, 7], [1, 2, 3], [5, 6, 7]),
+        ([5, 6, 7], [9, 8, 10], [9, 8, 10]),
+        # They alternate: neither takes 9, which the larger of each iteration would say.
+        ([9, 5, 9, 5, 5], [5, 9, 5, 9, 5], [9, 5, 9, 5, 5]),
+        ([5, 6, 7], [None, None, None], [5, 6, 7]),
+    ],
+)
+def test_a_batch_takes_as_long_as_the_slower_of_device_and_host_by_their_medians(
+    device_us: list[float], host_us: list[float | None], expected: list[float]
+) -> None:
+    found = times_of(paced(samples(device_us, host_us)))
+    assert found == expected
+    known = [one for one in host_us if one is not None]
+    assert np.median(found) == max(np.median(device_us), np.median(known) if known else 0)
+
+
+def test_each_rank_batch_and_case_has_its_own_slower_one_and_phases_leave_the_rest_unaccounted() -> None:
+    parts = [
+        samples([5, 5, 5], [9, 9, 9], "breakdown"),
+        samples([5, 5, 5], [1, 1, 1], "breakdown", rank=1),
+        samples([7, 7, 7], [8, 8, 8], "breakdown", batch=1),
+        samples([7, 7, 7], [1, 1, 1], "plain", batch=1),
+    ]
+    found = paced(pd.concat(parts, ignore_index=True).sample(frac=1, random_state=1))
+    at = {key: rows for key, rows in found.groupby(["rank", "batch", "kind"])}
+    assert times_of(at[0, 0, "breakdown"]) == [9] * 3
+    assert times_of(at[0, 0, "breakdown"], UNACCOUNTED) == [14] * 3
+    assert times_of(at[1, 0, "breakdown"]) == [5] * 3
+    assert times_of(at[1, 0, "breakdown"], UNACCOUNTED) == [10] * 3
+    assert times_of(at[0, 1, "breakdown"]) == [8] * 3
+    assert times_of(at[0, 1, "plain"]) == [7] * 3
+
+
+# ---- virtual ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_the_last_rounds_of_each_virtual_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:

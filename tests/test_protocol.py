@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from virtual_time import HandClock
 
 from moe_ep_bench.bench.rows import Samples
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import HOST, THREAD_CPU, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import device as timing_device
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
@@ -36,7 +36,7 @@ from moe_ep_bench.timing.protocol import (
     warm_breakdowns,
     warm_up,
 )
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, Clock, CudaClock, PhaseRecorder, Stopwatch, clock_for, timed
+from moe_ep_bench.timing.timer import Clock, CudaClock, PhaseRecorder, Stopwatch, clock_for, timed
 
 
 def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:
@@ -228,9 +228,9 @@ class RecordingClock(HandClock):
         super().__init__()
         self.queued: list[str] = []
 
-    def hold(self, time_us: float) -> float | None:
+    def hold(self, time_us: float) -> None:
         self.note("hold" if time_us else "no hold")
-        return super().hold(time_us)
+        super().hold(time_us)
 
     def stamp(self) -> float:
         self.note("stamp")
@@ -289,25 +289,11 @@ def test_what_is_timed_is_queued_behind_a_hold_and_ranks_meet_last(
     assert clock.queued == expected * rounds
 
 
-@pytest.mark.parametrize(("meeting_us", "host_us"), [(0, 0), (200, 100), (400, 200)])
-def test_the_launch_of_the_meeting_uses_up_the_hosts_head_start(
-    meeting_us: int, host_us: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """200 us to issue the run, behind a hold of 300 us that a meeting was queued on; never more than it took."""
-    host = HandClock()
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(host.now * 1000))
-
-    def passes(time_us: float) -> Callable[[], None]:
-        return lambda: setattr(host, "now", host.now + time_us)
-
-    times = timed(passes(200), PhaseRecorder(HandClock()), passes(meeting_us), 300)
-    assert times[HOST] == host_us
-
-
 def test_where_nothing_is_held_the_host_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU the meeting waits until all have come: that is not the host's time."""
-    monkeypatch.setattr(time, "perf_counter_ns", iter([0, 900_000, 900_000, 950_000, 950_000]).__next__)
-    assert timed(lambda: None, PhaseRecorder(Clock()), hold_us=300)[HOST] == 50
+    host = HandClock()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(host.now * 1000))
+    assert timed(lambda: host.hold(50), PhaseRecorder(Clock()), lambda: host.hold(900), hold_us=300)[HOST] == 50
 
 
 def test_clocks_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +321,20 @@ def test_a_gpu_is_held_and_the_probe_floor_is_the_second_of_two_collectives(monk
     monkeypatch.setattr(CudaClock, "stamp", lambda self: slept.append("stamp"))
     for time_us in (300.0, 0.0, 0.5):
         CudaClock().hold(time_us)
-    assert slept == ["stamp", 600_000, "stamp", 1000]
+    assert slept == ["stamp", 600_000, "stamp", "stamp", 1000, "stamp"]
+
+
+def test_the_length_of_a_hold_tells_the_clock_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = (SimpleNamespace(record=lambda: None, elapsed_time=lambda end: 2.5) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: next(events))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    clock = CudaClock()
+    assert clock.held_mhz() is None
+    clock.hold(2000)
+    assert clock.held_mhz() == 1600, "4 million cycles in 2.5 ms"
+    clock.hold(0)
+    assert clock.held_mhz() is None
 
 
 def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_the_end_of_a_run_is_six_columns_that_fit_100_characters(tmp_path, model
 
 def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_comparison_they_are_of(tmp_path):
     facts = {"permute": {"requested": "auto", "ran": "indexed"}, "departures": ["The biases are left out."]}
-    weak = {"probe_overhead": 0.05, "host_share": 0.97, "facts": facts}
+    weak = {"probe_overhead": 0.05, "host_share": 1.01, "facts": facts}
     stolen = {"machine": {**QUIET_MACHINE, "stolen_s": 9.0}}
     disturbed = {"conditions": {"warm_up": {"settled": False, "change": -0.08}, "rank": stolen}}
     write_run(
@@ -160,19 +160,25 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
     assert all(line.startswith(f"warning: {begin}: ") for begin, line in zip(begins[:3], told, strict=True))
 
 
-def test_a_host_that_never_waits_is_bound_where_the_time_is_its_own(tmp_path):
-    def told(name: str, host_share: float, waiting: list[str]) -> list[str]:
-        comparison = FakeComparison(cases=standard_cases()[2:], host_share=host_share, conditions={"waiting": waiting})
-        write_run(tmp_path / name, [comparison])
-        return [line.removeprefix("warning: ") for line in warnings(load(tmp_path / name))]
+def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(tmp_path):
+    def told(host_share: float) -> tuple[list[str], float, float]:
+        folder = write_run(
+            tmp_path / str(host_share), [FakeComparison(cases=standard_cases()[2:], host_share=host_share)]
+        )
+        store = load(folder)
+        (native,) = cases(store).query("role == 'baseline'").to_dict("records")
+        return (
+            [line.removeprefix("warning: ") for line in warnings(store)],
+            native["median_ms"],
+            native["host_bound_share"],
+        )
 
-    assert told("nearly", 0.97, []) == []
-    (line,) = told("bound", 1.0, [])
-    assert line.startswith("launch-bound: ")
-    (known,) = cases(load(tmp_path / "bound")).query("role == 'policy'").head(1).to_dict("records")
-    bound, mixed = told("mixed", 1.0, [known["case_id"]])
-    assert bound == line
-    assert mixed.startswith(f"the host waits for the GPU within {known['label']}, and not within others: ")
+    nothing, device_ms, _ = told(0.97)
+    (line,), host_ms, share = told(1.25)
+    assert nothing == []
+    assert line.startswith("launch-bound: in up to 100.0 %")
+    assert host_ms == pytest.approx(1.25 * device_ms)
+    assert share == 1
 
 
 def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
@@ -213,7 +219,8 @@ REPEATED |= {"recording": {"model": "Tiny-MoE", "sources": [{"num_tokens": 600},
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
         ({"facts": {"workload": REPEATED}}, "takes 2,048 of it: it repeats them 3.41 times, so batches are alike"),
-        ({"host_share": 0.97}, "launch-bound: in up to 100.0 %"),
+        ({"host_share": 1.1}, "launch-bound: in up to 100.0 %"),
+        ({"unclocked": ["topk"]}, "waits for the GPU where no clock sees it (topk: mine.py:7): "),
         ({"conditions": {"warm_up": {"settled": False, "change": -0.08}}}, "did not settle: its last round took -8.0"),
         (
             {"conditions": {"rank": {"machine": {**QUIET_MACHINE, "machine_cpu_s": 80.0}}}},

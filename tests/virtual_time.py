@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer.phases import replaced
 from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.timing.timer import Clock
 
 
-class HandClock:
-    """A ``timer.Clock`` whose microseconds tests advance."""
+class HandClock(Clock):
+    """A clock whose microseconds tests advance."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = 0.0
 
     def stamp(self) -> float:
@@ -29,16 +31,8 @@ class HandClock:
     def between_us(self, start: float, end: float) -> float:
         return end - start
 
-    def hold(self, time_us: float) -> float | None:
-        began = self.now
+    def hold(self, time_us: float) -> None:
         self.now += time_us
-        return began if time_us else None
-
-    def open_range(self, name: str) -> None:
-        pass
-
-    def close_range(self) -> None:
-        pass
 
 
 class VirtualTime(HandClock, TorchDispatchMode):

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,13 +49,17 @@ def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def watched_waits() -> Iterator[Counter[str]]:
-    """Count the operations in the block that a GPU would make the host wait for, by the line that is to blame."""
+def watched_waits(unless: Callable[[], bool] = lambda: False) -> Iterator[Counter[str]]:
+    """Count the operations in the block that a GPU would make the host wait for, by the line that is to blame.
+
+    Args:
+        unless: passes over those during which this is so.
+    """
     waits: Counter[str] = Counter()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if would_wait(func, args, kwargs or {}):
+            if would_wait(func, args, kwargs or {}) and not unless():
                 waits[_place()] += 1
             return func(*args, **(kwargs or {}))
 

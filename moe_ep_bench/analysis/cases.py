@@ -64,9 +64,6 @@ _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 # What a policy costs; nothing of the ceiling, whose scores are not the model's.
 _COSTS = ["dropped_share", "retained_mass", "output_error", "below_frontier", "below_frontier_experts"]
-# A host that waits for its device now and then has kept it waiting where it still issues work when this much of the
-# time is over; one that never does, where the time is the host's.
-_HOST_BOUND = 0.95
 
 
 def load_timed(directory: Path) -> Store:
@@ -192,21 +189,14 @@ _phase_times = lru_cache(maxsize=4)(lambda store: phase_times(store.samples))
 def _times(store: Store) -> pd.DataFrame:
     """Quantiles of the layer's time, and how steady it was.
 
-    ``host_bound_share``: of plain iterations, in which the slowest rank's host issued work until the end: no queue, no
-    device limit. It says something on a GPU only, where the host runs ahead of the device.
+    ``host_bound_share``: of plain iterations, in which the slowest rank's time is its host's: no queue, no device
+    limit. It says something on a GPU only, where the host runs ahead of the device.
     """
     times_us = _layer_times(store)
     by_case = times_us["time_us"].groupby(level="case")
     quantiles = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
-    waits = pd.Series({case.Index: _waits(store, case) for case in store.cases.itertuples()}, dtype=bool)
-    least = times_us.index.get_level_values("case").map(waits.map({True: _HOST_BOUND, False: 1.0}))
-    is_bound = times_us["host_us"] >= least * times_us["time_us"]
+    is_bound = times_us["host_us"] >= times_us["time_us"]
     return quantiles.assign(host_bound_share=is_bound.groupby(level="case").mean(), drift=by_case.apply(drift))
-
-
-def _waits(store: Store, case: Any) -> bool:
-    launches = store.comparisons[case.comparison].conditions.values()
-    return any(launch.waits(case.case_id) for launch in launches)
 
 
 def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | None]:
@@ -367,7 +357,8 @@ def _workload_words(facts: ComparisonFacts, layers: Sequence[float]) -> str:
 
 
 def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, launch, batch, iteration, kind, rank, layer and phase: ``time_us`` and ``host_us``.
+    """A row per case, launch, batch, iteration, kind, rank, layer and phase: ``time_us``, and of totals
+    ``host_us``, ``host_busy_us`` and ``sm_clock_mhz``.
 
     Of a whole model phases are each layer's own; ``layer`` is null where a phase is of none.
 

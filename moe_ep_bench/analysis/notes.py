@@ -186,7 +186,6 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
     changes = [launch.warm_up.change for launch in launches if not launch.warm_up.settled]
     drift, bound = _most(rows, "drift", key=abs), _most(rows, "host_bound_share")
     bound = 100 * bound if facts.backend == "nccl" and bound > MAX_HOST_BOUND else None
-    waits = ok["case_id"].map(lambda case_id: any(launch.waits(case_id) for launch in launches))
     return [
         (
             "disturbed machine: {}",
@@ -210,14 +209,13 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             native_differs(_of(ok, "noise")),
         ),
         (
-            "launch-bound: in up to {:.1f} % of a case's iterations the host issued work until the end; its time is "
-            "the host's, not the device's",
+            "launch-bound: in up to {:.1f} % of a case's iterations the host took longer to issue it than the device "
+            "to run it; its time is the host's, without what it waited for the device",
             bound,
         ),
         (
-            "the host waits for the GPU within {}, and not within others: what it issues before that hides behind the "
-            "hold, so that beside launch-bound cases they look faster, by 2 ms at most",
-            bound and not waits.all() and ", ".join(ok["label"][waits]),
+            "the host waits for the GPU where no clock sees it ({}): what is taken for the host's time may be waiting",
+            _unclocked(ok, launches),
         ),
         ("the baseline was not measured, so there are no speedups", native.empty),
         (
@@ -227,6 +225,13 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
         (OVERSUBSCRIBED, facts.oversubscribed),
         ("{}", facts.fit and facts.fit.words),
     ]
+
+
+def _unclocked(ok: pd.DataFrame, launches: Sequence[Conditions]) -> str:
+    """Cases with the lines at which their host waits unseen."""
+    places = {case_id: lines for launch in launches for case_id, lines in launch.unclocked.items()}
+    found = ok[ok["case_id"].isin(list(places))]
+    return "; ".join(f"{row.label}: {', '.join(places[row.case_id])}" for row in found.itertuples())
 
 
 def _repeated(one: Comparison) -> list[tuple]:

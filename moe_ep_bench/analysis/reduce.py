@@ -29,7 +29,17 @@ import pandas as pd
 from moe_ep_bench.analysis.store import ITERATION
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
-from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
+from moe_ep_bench.schema import (
+    HOST,
+    HOST_BUSY,
+    LAYER_PHASES,
+    MOE_REST,
+    PHASES,
+    TOTAL,
+    UNACCOUNTED,
+    WAITING_PHASES,
+    phase_groups,
+)
 
 # Groups of a layer's phases, and what no phase covers.
 MODEL_GROUPS = phase_groups("model")
@@ -53,8 +63,9 @@ KEY = ["case", *ITERATION]
 
 
 def layer_times(samples: pd.DataFrame) -> pd.DataFrame:
-    """Time of the slowest rank in each plain iteration, and for how long its host issued it; by ``KEY``, us."""
+    """Time of the slowest rank in each plain iteration, and for how long its host was busy; by ``KEY``, us."""
     totals = samples[samples["kind"].eq("plain") & samples["phase"].eq(TOTAL)]
+    totals = totals.assign(host_us=totals[HOST_BUSY].fillna(totals[HOST]))  # of earlier versions
     return on_slowest(totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index(), "time_us")
 
 

@@ -35,7 +35,17 @@ from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import read_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory, conditions_of
-from moe_ep_bench.schema import FRONTIER_SCHEMA, PHASES, ROUTING_SCHEMA, SCHEMA_VERSION, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import (
+    FRONTIER_SCHEMA,
+    HOST,
+    HOST_BUSY,
+    PHASES,
+    ROUTING_SCHEMA,
+    SCHEMA_VERSION,
+    SM_CLOCK,
+    TOTAL,
+    UNACCOUNTED,
+)
 
 ITERATION = ["launch", "batch", "iteration"]
 _WORDS = {
@@ -44,7 +54,7 @@ _WORDS = {
 }
 # Columns of the store's frames; a case has its words already.
 _COLUMNS = {
-    "samples": [*ITERATION, "kind", "rank", "layer", "phase", "time_us", "host_us"],
+    "samples": [*ITERATION, "kind", "rank", "layer", "phase", "time_us", HOST, HOST_BUSY, SM_CLOCK],
     "routing": [field.name for field in ROUTING_SCHEMA if field.type != pa.string()],
     "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
 }
@@ -78,7 +88,8 @@ class Store:
             ``facts`` (``CaseFacts``); ``status``, of the schema; ``reason``, why it is not ok. A case that failed
             in one launch failed. Its number, the index, is the column ``case`` of the other frames, which hold
             ``_COLUMNS`` of the cases that are ok.
-        samples: a row per launch, rank, batch, iteration, kind, layer and phase.
+        samples: a row per launch, rank, batch, iteration, kind, layer and phase, at the pace of the slower of device
+            and host (``paced``).
         routing: a row per rank, batch and layer.
         frontier: a row per batch and layer, where it was computed.
     """
@@ -294,6 +305,7 @@ def _read_comparison(
     for case in ok[~ok["case_id"].isin(routed)].itertuples():
         raise ResultsError(f"{files.path('routing', key[1])}: no rows of {case.facts.label}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
+    frames["samples"] = paced(frames["samples"])
     measured = [part for part in parts["samples"] if part.conditions and part.rows["case_id"].isin(ok["case_id"]).any()]
     conditions = {
         int(part.rows["launch"].iloc[0]): Conditions.model_validate_json(part.conditions) for part in measured
@@ -318,11 +330,35 @@ def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFram
     frames = [pd.DataFrame(columns=["case", *_COLUMNS[table]])]
     for part in parts:
         place_N = pd.Index(ok["case_id"]).get_indexer(part.rows["case_id"])
-        rows = part.rows[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])[frames[0].columns]
+        rows = part.rows[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
+        rows = rows.reindex(columns=frames[0].columns)  # Parts of earlier versions lack some.
         if table == "samples":
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
         frames.append(rows)
     return _together(frames)
+
+
+def paced(samples: pd.DataFrame) -> pd.DataFrame:
+    """Samples in which a case takes as long as the slower of its device and its host, in each batch of a rank.
+
+    A server's layers follow each other no faster than either. Which of them is the slower is told by their medians over
+    iterations: where they alternate, the larger of each iteration would be more than either takes. Of breakdown
+    iterations, what the host takes beyond the device is unaccounted for.
+    """
+    totals = samples[samples["phase"].eq(TOTAL) & samples[HOST_BUSY].notna()]
+    cell = ["case", "launch", "batch", "rank", "kind"]
+    of_cell = totals.groupby(cell, observed=True)[["time_us", HOST_BUSY]].transform("median")
+    totals = totals[of_cell[HOST_BUSY] > of_cell["time_us"]]
+    if totals.empty:
+        return samples
+    beyond_us = (totals[HOST_BUSY] - totals["time_us"]).astype(float)
+    time_us = samples["time_us"].astype(float)
+    time_us[totals.index] += beyond_us
+    step = [*cell, "iteration"]
+    rest = samples.loc[samples["phase"].eq(UNACCOUNTED), step].reset_index(names="row")
+    rest = rest.merge(totals[step].assign(beyond_us=beyond_us), on=step)
+    time_us[rest["row"]] += rest["beyond_us"].to_numpy()
+    return samples.assign(time_us=time_us)
 
 
 def jobs(store: Store) -> pd.DataFrame:

@@ -63,7 +63,7 @@ class Observation(NamedTuple):
 def look(case: Case, batch: int) -> Observation:
     """Run a case once, untimed, and look at what its MoE layers were given, chose and returned."""
     inputs, session = case.prepare(batch), case.session
-    rows_N = checked_rows(session, batch)
+    rows_N, clock = checked_rows(session, batch), session.watch.recorder.clock
     seen: dict[int | None, dict[str, Any]] = defaultdict(dict)
 
     def note_routing(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -79,7 +79,9 @@ def look(case: Case, batch: int) -> Observation:
             hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
             moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
             hooks.callback(setattr, moe.router, "look", None)
-        output = session.stack.run(inputs)
+        with clock.watched(), clock.unseen() as places:
+            output = session.stack.run(inputs)
+    case.unclocked = sorted(set(places))
     return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()})
 
 

@@ -42,9 +42,10 @@ from moe_ep_bench.layer.experts import (
 from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
 from moe_ep_bench.layer.passes import KeyValueCache, Pass
 from moe_ep_bench.layer.stack import Stack, layer_seed
+from moe_ep_bench.schema import BESIDE_TOTAL
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import PLAIN, Step, measure
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
+from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
 _CHECKED_TOKENS, _CHECKED_WIDTH = 6, 64
@@ -239,9 +240,7 @@ class MeasuredRanks:
         self._comparison, self._device = comparison, device
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
-        # Their all-to-all needs its splits on the host: every case waits for the device, native too.
-        waiting = frozenset(case.case_id for case in comparison.cases if device.type == "cuda")
-        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush, waiting=waiting)
+        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush, measure.hold_us)
         self.virtual = VirtualRanks(builder(comparison, device), comparison.ep_size)
         most = comparison.most_tokens
         self._hidden = self._cache = None
@@ -319,7 +318,8 @@ class RankCase:
         self.ranks.virtual.checks_counts = step.iteration == 0
         with self.ready(step.batch, watch.recorder) as run:
             times = watch.time(self.case_id, run)
-        return RankTime(*legs_of(watch.recorder.segments_us()), times[HOST], times[THREAD_CPU])
+        beside = {name: times[name] for name in BESIDE_TOTAL if name in times}
+        return RankTime(*legs_of(watch.recorder.segments_us()), beside)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import is_of_peers, reason_of, split_reason
-from moe_ep_bench.timing.protocol import find_waiting, measure, plan, probe_floor_us, warm_breakdowns, warm_up
+from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import clock_for
 
 
@@ -143,17 +143,13 @@ class Measurement(Session):
         slowest = lambda times_B: np.max(self.job.ranks.told(times_B), axis=0)  # noqa: E731
         result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
         self.conditions["warm_up"] = asdict(result)
-        if self.device.type == "cuda":
-            waiting = find_waiting(self.cases, clock, self.meet, slowest, self.job.begin)
-            self.watch = self.watch._replace(waiting=waiting)
-            self.conditions["waiting"] = sorted(waiting)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         steps = plan(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
         self.samples = Samples(self.timed, steps, columns_of(self.comparison))
-        with watched_machine(self.device, self.ceilings) as here:
+        with watched_machine(self.device, self.ceilings) as here, self.watch.recorder.clock.watched():
             measure(self.timed, steps, self.job.begin, self.samples.add)
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
@@ -162,6 +158,8 @@ class Measurement(Session):
     def gather(self) -> None:
         """Gather all ranks' samples and metrics."""
         ranks, outcome = self.job.ranks, self.outcome
+        if self.captured is None:
+            self.conditions["unclocked"] = {case.case_id: case.unclocked for case in self.cases if case.unclocked}
         outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
         for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
             if case in self.cases:

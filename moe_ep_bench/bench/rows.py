@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from moe_ep_bench.bench.comparison import CaseSpec, Comparison
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
+from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 Row = dict[str, Any]
 """Values by column of a table."""
@@ -133,7 +132,7 @@ def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
     """Long rows of one case: every phase of every layer that occurred, of every rank and step."""
     layers, phases = zip(*map(layer_and_phase, columns), strict=True)
-    whole = {"host_us": columns.index(HOST), "thread_cpu_us": columns.index(THREAD_CPU)}
+    whole = {name: columns.index(name) for name in BESIDE_TOTAL}
     occurred = ~np.isnan(times_RSC)
     occurred[..., list(whole.values())] = False
     rank_N, step_N, column_N = np.nonzero(occurred)
@@ -145,5 +144,8 @@ def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Seque
         "layer": pa.array(layers, pa.int32()).take(pa.array(column_N)),
         "phase": pa.array(phases).take(pa.array(column_N)),
         "time_us": times_RSC[occurred],
-        **{name: pa.array(times_RSC[rank_N, step_N, column], mask=~is_total_N) for name, column in whole.items()},
+        **{
+            name: pa.array(values_N := times_RSC[rank_N, step_N, column], mask=~is_total_N | np.isnan(values_N))
+            for name, column in whole.items()
+        },
     }

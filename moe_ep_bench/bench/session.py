@@ -40,6 +40,7 @@ class Case:
         rows: of its routing, by batch and layer.
         error: the worst beside the reference.
         problem: the first thing that was found wrong, in words.
+        unclocked: where its last eager run waited for the device, ``file:line``, and no clock saw it.
     """
 
     router: CaseRouter
@@ -47,6 +48,7 @@ class Case:
     rows: dict[tuple[int, int | None], Row] = field(default_factory=dict)
     error: float = 0.0
     problem: str = ""
+    unclocked: list[str] = field(default_factory=list)
 
     @property
     def spec(self) -> CaseSpec:
@@ -125,7 +127,7 @@ class Session:
         self.captured: dict[tuple[str, int, bool], CapturedRun] | None = None
         self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
-        self.watch = Stopwatch(PhaseRecorder(clock_for(self.device)), self.meet, flush)
+        self.watch = Stopwatch(PhaseRecorder(clock_for(self.device)), self.meet, flush, measure.hold_us)
         self.conditions: dict[str, Any] = {}
         self.outcome = Outcome()
 

@@ -33,10 +33,9 @@ from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import split_reason
-from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
+from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
@@ -199,10 +198,9 @@ class Emulation:
         ceilings = measure_ceilings(self.device, DTYPES[self.comparison.experiment.layer.dtype])
         free_memory(self.device)  # over 2 GiB on a GPU
         ranks = MeasuredRanks(self.comparison, self.device)
-        with watched_machine(self.device, ceilings) as here:
+        with watched_machine(self.device, ceilings) as here, ranks.watch.recorder.clock.watched():
             self.time(ranks.times)
         return {
-            "waiting": sorted(ranks.watch.waiting),
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
         }
@@ -210,7 +208,7 @@ class Emulation:
     def outcome(self) -> Outcome:
         """What all cases that are in order took and routed: each batch once plain and once broken down."""
         steps = [Step(index, 0, kind) for kind in (PLAIN, BREAKDOWN) for index in range(self.num_batches)]
-        whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
+        whole = [self.columns.index(name) for name in (TOTAL, *BESIDE_TOTAL)]
         times, rows = {}, self.routed.rows
         for case in self.cases:
             samples_RBC = self.samples[case.case_id]
@@ -232,9 +230,9 @@ class Emulation:
             for phase, time_us in self._link_us(of_layer).items()
         }
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
-            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
-            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
-            for name, value in phases.items():
+            runs = times_R[rank]
+            beside = {name: float(np.median([run.beside[name] for run in runs])) for name in runs[0].beside}
+            for name, value in {**phases, **beside}.items():
                 self.samples[router.case.case_id][rank, traffic.index, self.columns.index(name)] = value
 
     def _link_us(self, traffic: LayerTraffic) -> dict[PhaseKey, NDArray[np.float64]]:

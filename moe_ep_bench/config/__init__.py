@@ -247,6 +247,8 @@ class MeasureConfig(Strict):
     """Runs of the whole process."""
     flush_l2: bool = False
     """Overwrite the last-level cache before an iteration."""
+    hold_us: float = Field(2000, ge=0, le=1e6)
+    """Hold of a GPU ahead of an iteration, us."""
     timeout_s: float = Field(300, gt=0, le=1e9)
     """Limit of an iteration and a rendezvous."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +64,12 @@ class RankTime:
 
     Attributes:
         legs, meetings: see ``legs_of``.
-        host_us: host time to issue it all; ``thread_cpu_us`` is CPU time of the issuing thread.
+        beside: what ``schema.BESIDE_TOTAL`` names; nothing of one that is modelled.
     """
 
     legs: list[Leg]
     meetings: list[PhaseKey]
-    host_us: float = 0.0
-    thread_cpu_us: float = 0.0
+    beside: Mapping[str, float] = field(default_factory=dict)
 
 
 def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:

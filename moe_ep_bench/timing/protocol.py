@@ -3,8 +3,8 @@
 All cases of a comparison run interleaved on the same batches, in an order that changes from step
 to step so that each takes every place and follows every other equally often. Ahead of each timed
 iteration a GPU is held for a moment, so that the first launches are issued before the clock starts,
-and then ranks are aligned by a collective on the stream; where the host takes longer to issue a layer than the
-device to run it, the layer takes as long as its host (``timer.timed``). Before anything is timed, rounds over
+and then ranks are aligned by a collective on the stream. The host is clocked beside, without what it waits for the
+device (``timer.timed``). Before anything is timed, rounds over
 all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
 give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
@@ -23,13 +23,10 @@ import numpy as np
 import torch
 
 from moe_ep_bench.layer.phases import Rendezvous
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
-from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, Clock, PhaseRecorder, time_us, timed
+from moe_ep_bench.schema import BESIDE_TOTAL, LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
+from moe_ep_bench.timing.timer import Clock, PhaseRecorder, time_us, timed
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
-
-# A host that waits takes longer by more of a hold than this; the rest goes by while it issues what comes before.
-_QUEUED = 0.125
 
 # Two rounds that differ by less are the same.
 SETTLED_CHANGE = 0.02
@@ -37,7 +34,7 @@ SETTLED_CHANGE = 0.02
 
 def sample_keys(phases: Sequence[PhaseKey]) -> tuple[PhaseKey, ...]:
     """Columns of a sample: phases (NaN where one did not occur), then what concerns the whole iteration."""
-    return (*phases, UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
+    return (*phases, UNACCOUNTED, TOTAL, *BESIDE_TOTAL)
 
 
 COLUMNS = sample_keys(LAYER_PHASES)
@@ -160,41 +157,6 @@ def warm_up(
                 return WarmUp(number, change, settled=True)
         earlier_B = times_B
     return WarmUp(most, change, settled=False)
-
-
-@torch.inference_mode()
-def find_waiting(
-    cases: Sequence[Runnable],
-    clock: Clock,
-    meet: Callable[[], object],
-    slowest: Callable[[np.ndarray], np.ndarray],
-    before: Callable[[str], None],
-) -> frozenset[str]:
-    """Ids of the cases in whose runs the host of some rank waits for its device, by the fastest of three runs each way.
-
-    The device is held for longer than a run without a hold took to issue: a host that takes beyond half of that has
-    waited. Half, as a GPU whose clock is above ``timer``'s is held for less than it was told. A host whose launches the
-    device cannot queue (some thousand of a whole model) waits so too; it is told by the hold that runs are timed with,
-    which takes no slow host longer. What disturbs a host of a whole model takes it longer by more than that hold.
-
-    Args:
-        slowest: the element-wise maximum over ranks, so that all ranks time a case alike.
-    """
-    beyond_us_C = np.zeros(len(cases))
-    for place, case in enumerate(cases):
-        before(case.case_id)
-        us_33 = np.zeros((3, 3))
-        with case.ready(0) as run:
-            for number in range(3):
-                unheld_us = timed(run, PhaseRecorder(clock), meet, hold_us=0.0)[HOST]
-                hold_us = HOLD_US + 2 * unheld_us
-                held = timed(run, PhaseRecorder(clock), meet, hold_us, paced=True)
-                as_timed = timed(run, PhaseRecorder(clock), meet, HOLD_US, paced=True)
-                us_33[number] = held[HOST] - hold_us / 2, as_timed[HOST], unheld_us
-        beyond_us, as_timed_us, unheld_us = us_33.min(axis=0)
-        beyond_us_C[place] = min(beyond_us, as_timed_us - unheld_us - _QUEUED * HOLD_US)
-    is_waiting = slowest(beyond_us_C) > 0
-    return frozenset(case.case_id for case, waits in zip(cases, is_waiting, strict=True) if waits)
 
 
 @torch.inference_mode()

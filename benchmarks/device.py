@@ -38,6 +38,7 @@ from moe_ep_bench.cost_model.expert_table import balanced_loads
 from moe_ep_bench.cost_model.tables import BALANCED
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.experts import first_rows
 from moe_ep_bench.layer.components import DecodeExperts, GroupedExperts, expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import expert_parallel_groups, moe_utils
@@ -183,9 +184,14 @@ class Bench:
             expert_N, token_N = expert_major_pairs(map_TE, num_pairs)
             key_N, rows_ND = token_N * model.num_experts + expert_N, hidden_TD.index_select(0, token_N)
             copied_ND = self.normal(num_tokens + num_pairs, model.hidden_size)
+            whole = torch.tensor(num_pairs, device=self.device)
             runs: Runs = {
                 "pairs by expert": partial(expert_major_pairs, map_TE, num_pairs),
                 "permute": partial(hidden_TD.index_select, 0, token_N),
+                **{
+                    f"permute, {share:.0%} chosen": partial(first_rows, hidden_TD, token_N, (share * whole).long())
+                    for share in (1.0, 0.6)
+                },
                 "unpermute": partial(sum_per_token, rows_ND, map_TE, key_N),
                 "copy": partial(copied_ND.copy_, copied_ND.clone()),
             }

@@ -15,7 +15,7 @@ from torch import Tensor
 from virtual_time import all_in, passing_where_late
 from waits import watched_waits
 
-from moe_ep_bench.layer import megatron
+from moe_ep_bench.layer import components, megatron
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
@@ -317,16 +317,28 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
             layers, spare = lab.new_stack(LITE, torch.float32, parts).forms[None], []
             for form in layers:
                 form.token_dispatcher.config.moe_permute_fusion = permute == "fused"
-            dispatcher = layers.policy.token_dispatcher
-            chosen = dispatcher._only_chosen
+            dispatcher, gathered = layers.policy.token_dispatcher, []
+            chosen, rows = dispatcher._only_chosen, components.first_rows
 
             def noted(num_pairs: int, hidden_ND: Tensor, *others: Any, chosen: Any = chosen, spare: Any = spare) -> Any:
                 spare.append(len(hidden_ND) - num_pairs)
+                gathered.append(num_pairs)  # noqa: B023
                 return chosen(num_pairs, hidden_ND, *others)
 
-            with mock.patch.object(dispatcher, "_only_chosen", noted):
+            def by_count(rows_TD: Tensor, row_N: Tensor, count: Tensor, rows: Any = rows) -> Tensor:
+                gathered.append(int(count))  # noqa: B023
+                return rows(rows_TD, row_N, count)
+
+            with (
+                mock.patch.object(dispatcher, "_only_chosen", noted),
+                mock.patch.object(components, "first_rows", by_count),
+            ):
                 for spec in (None, *POLICIES, *BATCH_WIDE):
+                    gathered.clear()
                     assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), f"{permute} {spec}")
+                    if permute == "indexed" and spec is not None:
+                        assert len(gathered) == 2, f"{spec}: rows of chosen pairs alone are gathered"
+                        assert gathered[0] == gathered[1], spec
         assert min(spare) == 0
         assert max(spare) > 0 or (permute == "megatron" and megatron.MEGATRON_VERSION.startswith("0.16"))
         policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))

@@ -46,7 +46,13 @@ def cases() -> dict[str, Callable[[], object]]:
         rows_ND = torch.empty(num_rows, num_columns, dtype=torch.bfloat16)
         return experts_triton.row_sums(rows_ND, torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows))
 
+    def first_rows(num_rows: int, num_columns: int) -> object:
+        rows_TD = torch.empty(num_rows, num_columns, dtype=torch.bfloat16)
+        return experts_triton.first_rows(rows_TD, torch.zeros(num_rows, dtype=torch.int64), torch.tensor(1))
+
     return {
+        "first_rows": partial(first_rows, 64, 2048),
+        "first_rows, odd size": partial(first_rows, 3, 4097),
         "row_sums": partial(row_sums, 64, 2048),
         # A size that 16 divides is known to the compiler as such.
         "weighted_swiglu, bfloat16": partial(swiglu, 64, 1408, torch.bfloat16),

@@ -19,8 +19,9 @@ from torch import Tensor
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts
 from moe_ep_bench.kernels.experts import decode_experts as host_decode_experts
+from moe_ep_bench.kernels.experts import first_rows as host_first_rows
 from moe_ep_bench.kernels.experts import row_sums_by_bags
-from moe_ep_bench.kernels.experts_triton import row_sums
+from moe_ep_bench.kernels.experts_triton import first_rows, row_sums
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -202,6 +203,27 @@ def test_the_host_s_form_equals_a_loop_over_experts(num_tokens: int, num_experts
     assert_close(host_decode_experts(*step), loop(*step))
     none = *routed(0, num_experts, 48, dtype), *weights(num_experts, 48, 32, dtype)
     assert host_decode_experts(*none).shape == (0, 48)
+
+
+# --- Rows of chosen pairs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_columns", [1, 48, 2880])
+@pytest.mark.parametrize(("num_places", "count"), [(0, 0), (7, 0), (7, 4), (7, 7)])
+def test_only_rows_of_pairs_that_were_chosen_are_gathered(
+    num_places: int, count: int, num_columns: int, dtype: torch.dtype
+) -> None:
+    """A policy that keeps 62 % of the pairs moved 100 % of their rows: 0.10 to 0.14 ms of a layer on an H100."""
+    generator = torch.Generator().manual_seed(1)
+    rows_TD = torch.randn(5, num_columns, generator=generator).to(dtype)
+    places_N = torch.randint(5, (num_places,), generator=generator)
+    expected_ND = rows_TD.index_select(0, places_N)
+    for form in (first_rows, host_first_rows):
+        found_ND = form(rows_TD, places_N, torch.tensor(count))
+        assert found_ND.shape == expected_ND.shape
+        assert torch.equal(found_ND[:count], expected_ND[:count])
+        assert found_ND[count:].isnan().all(), "nobody wrote these"
 
 
 # --- Sums of rows -----------------------------------------------------------------------------------------

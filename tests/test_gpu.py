@@ -15,7 +15,13 @@ import torch
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.errors import CASES_FAILED, OK
-from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
+from moe_ep_bench.kernels.experts import (
+    first_rows,
+    row_sums,
+    row_sums_by_bags,
+    weighted_swiglu,
+    weighted_swiglu_formula,
+)
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
@@ -64,6 +70,17 @@ def test_the_compiled_sums_of_rows_equal_bags(
     places_N = torch.randperm(len(rows_ND), generator=generator, device=device)
     expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
     torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
+
+
+@pytest.mark.parametrize(("num_places", "count", "num_columns"), [(1, 0, 1), (777, 400, 33), (4096, 4096, 2880)])
+def test_the_compiled_gather_writes_the_rows_that_were_chosen(
+    num_places: int, count: int, num_columns: int, device: torch.device
+) -> None:
+    generator = torch.Generator(device).manual_seed(4)
+    rows_TD = torch.randn(500, num_columns, generator=generator, device=device).bfloat16()
+    places_N = torch.randint(500, (num_places,), generator=generator, device=device)
+    found_ND = first_rows(rows_TD, places_N, torch.tensor(count, device=device))
+    assert torch.equal(found_ND[:count], rows_TD[places_N[:count]])
 
 
 def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) -> None:

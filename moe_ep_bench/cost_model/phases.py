@@ -9,9 +9,9 @@ policy    a least time + T E scores x picoseconds per score: of the model's own 
           several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
           ``devices.SLOW_POLICIES``
 permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
-          rows gathered for sending, 2 N W b bytes; sorted by local expert as they arrive, 2 M W b; put back after
-          the experts, 2 M W b; summed per token at the end, (N + T) W b. The middle two only where L > 1 and there
-          are other ranks
+          rows gathered for sending, 2 N W b bytes (those chosen, not those that a policy may choose); sorted by local
+          expert as they arrive, 2 M W b; put back after the experts, 2 M W b; summed per token at the end,
+          (N + T) W b. The middle two only where L > 1 and there are other ranks
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in

@@ -1,8 +1,9 @@
-"""What experts compute between and after their GEMMs, each in one pass over memory.
+"""What stands before, between and after the GEMMs of experts, each in one pass over memory.
 
 torch composes these steps from operations that each read and write whole rows. On CUDA a Triton kernel does each;
 elsewhere, and where Triton has no C compiler, the torch form below, which is also the kernel's oracle.
 
+``first_rows``       the rows of the pairs that a policy chose, in a buffer for as many as it may choose
 ``weighted_swiglu``  the gated activation: silu, product and scaling read and write a row of F values about eleven times
                      over, where three reads and a write are needed
 ``row_sums``         each token's rows summed up, the end of a combine: ``embedding_bag`` moves 0.8 TB/s in bfloat16 on
@@ -18,6 +19,24 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels import triton_lacks
+
+
+def first_rows(rows_TD: Tensor, row_of_place_N: Tensor, count: Tensor) -> Tensor:
+    """Gather ``rows_TD[row_of_place_N]``, of which only the first ``count`` rows are sure to be written: [N, D].
+
+    Args:
+        row_of_place_N: int64; those past ``count`` may be anything within.
+        count: int64 scalar on the device of the rows, for which the host does not wait; at most N.
+    """
+    if rows_TD.is_cuda and not triton_lacks():
+        from moe_ep_bench.kernels.experts_triton import first_rows as compiled
+
+        return compiled(rows_TD, row_of_place_N, count)
+    if rows_TD.is_cuda:
+        return rows_TD.index_select(0, row_of_place_N)
+    out_ND, num_rows = rows_TD.new_empty(len(row_of_place_N), rows_TD.shape[1]), int(count)
+    torch.index_select(rows_TD, 0, row_of_place_N[:num_rows], out=out_ND[:num_rows])
+    return out_ND
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, weights_N: Tensor) -> Tensor:

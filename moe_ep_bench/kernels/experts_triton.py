@@ -1,4 +1,4 @@
-"""``weighted_swiglu`` and ``row_sums`` of ``experts`` as Triton kernels: every value is read once and written once.
+"""``first_rows``, ``weighted_swiglu`` and ``row_sums`` of ``experts`` in Triton: a value is read once and written once.
 
 Shapes: N = pairs (rows), T = tokens, F = expert FFN size, D = columns.
 """
@@ -11,6 +11,32 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_COLUMNS = 1024
+# A copy computes nothing: two loads of 16 bytes a thread are under way at once.
+_MOST_COPIED_COLUMNS = 2048
+
+
+@triton.jit
+def _first_rows_kernel(rows_ptr, row_of_place_ptr, count_ptr, out_ptr, num_columns, COLUMNS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    if place < tl.load(count_ptr):
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < num_columns
+        row = tl.load(row_of_place_ptr + place)
+        values = tl.load(rows_ptr + row * num_columns + column, mask=inside)
+        tl.store(out_ptr + place * num_columns + column, values, mask=inside)
+
+
+def first_rows(rows_TD: Tensor, row_of_place_N: Tensor, count: Tensor) -> Tensor:
+    """See ``experts.first_rows``."""
+    num_columns = rows_TD.shape[1]
+    out_ND = torch.empty(len(row_of_place_N), num_columns, dtype=rows_TD.dtype, device=rows_TD.device)
+    if len(out_ND):
+        columns = min(_MOST_COPIED_COLUMNS, triton.next_power_of_2(num_columns))
+        grid = (len(out_ND), triton.cdiv(num_columns, columns))
+        _first_rows_kernel[grid](
+            rows_TD.contiguous(), row_of_place_N.contiguous(), count, out_ND, num_columns, COLUMNS=columns
+        )
+    return out_ND
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.experts import decode_experts, row_sums, weighted_swiglu
+from moe_ep_bench.kernels.experts import decode_experts, first_rows, row_sums, weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, fill_mlp_
 from moe_ep_bench.layer.megatron import TransformerConfig, expert_submodule, token_dispatcher
 from moe_ep_bench.layer.parts import Parts
@@ -122,7 +122,7 @@ class BoundedDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
 
     Given a capacity factor, Megatron-Core waits for the number of pairs before it permutes; its dropless path does not.
     Here the host learns it with the splits, as on the dropless path. Until then there are as many rows as a policy may
-    choose at most; what is over goes before anything is sent.
+    choose at most; what is over is not written, and goes before anything is sent.
 
     Attributes:
         router: whose policy bounds the pairs; None = Megatron-Core's own, K pairs of each token.
@@ -185,13 +185,15 @@ class IndexedAlltoAllDispatcher(BoundedDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         counts_L = self.preprocess(routing_map)
+        # The pairs that there are, on the device.
+        num_chosen = (counts_L if self.input_splits is None else self.input_splits).sum()
         # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
         self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
         expert_N, token_N = expert_major_pairs(routing_map, int(self.num_out_tokens))
         self._flat_N = token_N * self.num_experts + expert_N
         hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
-        return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
+        return first_rows(hidden_TD, token_N, num_chosen), probs.flatten().index_select(0, self._flat_N)
 
     def _forget_rows(self, num_pairs: int) -> None:
         self._flat_N = self._flat_N[:num_pairs]

@@ -244,7 +244,7 @@ class Policy:
     def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int | None:
         """The most pairs that may be chosen for ``num_tokens`` tokens; None = unknown, so that they are counted.
 
-        A dispatcher sets aside as many rows (``layer.components``): every row too many is gathered for nothing.
+        A dispatcher sets aside as many rows (``layer.components``) until the host knows how many were chosen.
         """
         of_token = self.most_experts(num_experts, context)
         return context.num_valid(num_tokens) * of_token if of_token < num_experts else None

@@ -67,6 +67,7 @@ class FakeCase:
     status: str = "ok"
     reason: str = "lost"  # where it is not ok
     phase_factors: Mapping[str, float] = field(default_factory=dict)  # so many times as long, on every rank
+    sm_clock_mhz: Mapping[int, float] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
         gamma = self.params.get("capacity_factor")
@@ -236,6 +237,7 @@ def _samples(one: FakeComparison, case: FakeCase, generator: np.random.Generator
     time_us = rows["share"] * rows["layer_us"] + rows["us"]
     host_us = (one.host_share * time_us).where(rows["kind"] == "plain")
     rows = rows.assign(time_us=time_us, host_us=2 * host_us, host_busy_us=host_us)  # half of it waits for the GPU
+    rows["sm_clock_mhz"] = rows["rank"].map(case.sm_clock_mhz.get).where(rows["phase"] == TOTAL)
     rows["layer"] = rows["layer"].astype("Int64")
     return dict(rows.drop(columns=["layer_us", "share", "us"]).items())
 

@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from moe_ep_bench.machine import monitor, provenance
-from moe_ep_bench.machine.monitor import GpuSample, MachineState, disturbances, state_between, watched_machine
+from moe_ep_bench.machine.monitor import (
+    GpuSample,
+    MachineState,
+    disturbances,
+    power_words,
+    state_between,
+    watched_machine,
+)
 from moe_ep_bench.machine.provenance import query_gpus
 from moe_ep_bench.timing.device import Ceilings
 
@@ -178,6 +185,32 @@ JUDGED = {
 def test_what_disturbs_is_named_with_its_share_and_place_and_a_quiet_machine_is_not_accused(name: str) -> None:
     states, line = JUDGED[name]
     assert disturbances(states) == ([line] if line else [])
+
+
+def clocked(median: float, **shares: float) -> MachineState:
+    return state(throttle_shares=shares, sm_clock_mhz=(median - 50, median, median + 25))
+
+
+CAPPED = {
+    "no GPU": ([state()], ""),
+    "free": ([clocked(1980, power_cap=0.01, hw_thermal=1.0)], ""),
+    "one GPU": (
+        [clocked(1950, power_cap=0.97)],
+        "rank 0's GPU was power-capped in 97 % of the samples: SM clock 1,900 to 1,975 MHz, median 1,950",
+    ),
+    "of several the slowest that was capped": (
+        [clocked(1980), clocked(1950, power_cap=1.0), clocked(1850, power_cap=0.5), clocked(1700)],
+        "rank 2's GPU was power-capped in 50 % of the samples: SM clock 1,800 to 1,875 MHz, median 1,850; "
+        "2 of 4 GPUs were capped, the fastest's median is 1,980",
+    ),
+    "idle ones have no clock": ([state(throttle_shares={"power_cap": 1.0})], ""),
+}
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_power_cap_is_told_with_the_clocks_of_the_slowest_gpu(name: str) -> None:
+    states, words = CAPPED[name]
+    assert power_words(states) == words
 
 
 # ---- provenance ------------------------------------------------------------------------------------------------------

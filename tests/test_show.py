@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -17,6 +18,8 @@ from moe_ep_bench.analysis.notes import native_differs, notes, warnings
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.tables import VIEWS, table_of
 from moe_ep_bench.cli import main
+
+REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 DROP = "token_drop gamma 1"
@@ -179,6 +182,39 @@ def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(t
     assert line.startswith("launch-bound: in up to 100.0 %")
     assert host_ms == pytest.approx(1.25 * device_ms)
     assert share == 1
+
+
+@pytest.mark.parametrize(("slower", "told"), [(1900.0, ["token_drop gamma 1"]), (1985.0, [])])
+def test_clocks_of_cases_stand_side_by_side_and_another_than_natives_is_warned_of(tmp_path, slower, told):
+    """Of the slowest rank's GPU, whose clock is the higher one in native."""
+    listed = [replace(case, sm_clock_mhz={0: 1990.0, 1: 1980.0}) for case in standard_cases()]
+    listed[0] = replace(listed[0], sm_clock_mhz={0: slower, 1: 1985.0})
+    lines = lines_of(tmp_path, cases=listed)
+    (clocks,) = [line for line in lines if "SM clock ahead of" in line]
+    assert f"token_drop gamma 1 {min(slower, 1985):,.0f}" in clocks
+    assert "native 1,980" in clocks
+    warned = [line for line in lines if "native's SM clock" in line]
+    assert [line.split(" ran at ")[0].rpartition("warning: ")[2].strip() for line in warned] == told
+    assert not told or "-4.0 %" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "capped"),
+    [
+        ("gpu-check-h100", 2),
+        ("gpu-check-h200", 2),
+        ("olmoe-h200-emulated", 1),
+        ("deepseek-v2-lite-h100-emulated", 1),
+        ("quickstart-2cpu", 0),
+    ],
+)
+def test_results_of_power_capped_gpus_say_so_with_their_clocks(name: str, capped: int) -> None:
+    store = load(REFERENCE / name)
+    lines = [line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id)]
+    found = [line for line in lines if re.fullmatch(
+        r"rank 0's GPU was power-capped in [\d.]+ % of the samples: SM clock [\d,]+ to [\d,]+ MHz, median [\d,]+", line
+    )]  # fmt: skip
+    assert len(found) == capped
 
 
 def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):

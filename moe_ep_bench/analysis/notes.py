@@ -17,7 +17,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import Conditions, TimedFacts
-from moe_ep_bench.machine.monitor import disturbances
+from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
@@ -25,6 +25,8 @@ MAX_UNACCOUNTED = 0.01
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
+# Clocks of cases that differ by less are alike.
+MAX_CLOCK_DIFFERENCE = 0.01
 # Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
 MAX_DRIFT = 0.1
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
@@ -134,6 +136,7 @@ def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
 
 def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
     facts, ran, rest = one.facts, one.facts.device is None, one.facts.rest
+    launches = [one.conditions[launch] for launch in sorted(one.conditions)]
     parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if ran else None}
     judged = rows[~rows["role"].isin(["baseline", "noise"]) & rows["floor_low"].notna()]
     detectable = _of(ok, "policy")["detectable"].dropna()
@@ -157,6 +160,8 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
             len(detectable) > 0 and not facts.whole and (detectable.min(), detectable.max()),
         ),
         ("{}", chance_words(int(judged["speedup_is_interval"].eq(True).sum()))),
+        ("{}", list(dict.fromkeys(power_words([state for _, state in launch.machines]) for launch in launches))),
+        ("SM clock ahead of the iterations of each case, median, MHz: {}", _clock_words(ok)),
         (
             "MoE share f, MoE speedup s: of breakdown iterations; by Amdahl: 1 / (1 - f + f / s) with native's f; no "
             "policy exceeds 1 / (1 - f) = {:.3f}",
@@ -196,6 +201,10 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             [f"{100 * change:+.1f} %" for change in changes if change is not None],
         ),
         (
+            "{} ran at {:+.1f} % of native's SM clock: its time is not its work's alone",
+            _other_clocks(ok, native),
+        ),
+        (
             "times drifted by {:+.1f} % between the begin and the end of a launch",
             abs(drift) > MAX_DRIFT and 100 * drift,
         ),
@@ -225,6 +234,19 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
         (OVERSUBSCRIBED, facts.oversubscribed),
         ("{}", facts.fit and facts.fit.words),
     ]
+
+
+def _clock_words(ok: pd.DataFrame) -> str:
+    """The GPU's clock of every case, side by side; of modelled ones, and on the CPU, there is none."""
+    known = ok[ok["sm_clock_mhz"].notna()]
+    return ", ".join(f"{row.label} {row.sm_clock_mhz:,.0f}" for row in known.itertuples())
+
+
+def _other_clocks(ok: pd.DataFrame, native: pd.DataFrame) -> list[tuple[str, float]]:
+    """Cases whose clock is not native's, by how much (%)."""
+    difference = ok["sm_clock_mhz"] / native["sm_clock_mhz"].max() - 1
+    far = difference.abs() > MAX_CLOCK_DIFFERENCE
+    return list(zip(ok["label"][far], 100 * difference[far], strict=True))
 
 
 def _unclocked(ok: pd.DataFrame, launches: Sequence[Conditions]) -> str:

@@ -173,6 +173,27 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     return [line for (share, line), most in worst if share > most]
 
 
+def power_words(states: Sequence[MachineState]) -> str:
+    """Of the slowest GPU that its power limit held back: how often, and its clocks; empty where none was.
+
+    Args:
+        states: of every rank, in order of rank.
+    """
+    known = {rank: state for rank, state in enumerate(states) if state.sm_clock_mhz}
+    capped = [rank for rank in known if (known[rank].throttle_shares or {}).get("power_cap", 0.0) > _MOST_SLOWED]
+    if not capped:
+        return ""
+    clocks = {rank: state.sm_clock_mhz for rank, state in known.items()}
+    rank = min(capped, key=lambda rank: clocks[rank][1])
+    low, median, high = clocks[rank]
+    words = f"SM clock {low:,.0f} to {high:,.0f} MHz, median {median:,.0f}"
+    if len(known) > 1:
+        words += f"; {len(capped)} of {len(known)} GPUs were capped, the fastest's median is"
+        words += f" {max(clock[1] for clock in clocks.values()):,.0f}"
+    share = 100 * known[rank].throttle_shares["power_cap"]
+    return f"rank {rank}'s GPU was power-capped in {share:.3g} % of the samples: {words}"
+
+
 def _taken(host: str, machine: MachineState, who: str, cpu_s: float) -> tuple[float, str]:
     """CPU time that our ranks did not get: its share of the cores that a rank may use, and a sentence.
 

@@ -1,7 +1,6 @@
 """Write files whole or not at all, hash what they say, and read YAML and JSON; what is wrong is one line.
 
-YAML is read by PyYAML's safe loader, which runs nothing, with three rules of our own: no key stands twice, a date is
-text, and 1e9 is a number.
+YAML is read and written by PyYAML's safe classes, which run nothing, with the scalars of YAML 1.2; no key stands twice.
 """
 
 from __future__ import annotations
@@ -146,13 +145,24 @@ def is_whole_number(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Takes no key twice, of which PyYAML would take the last; a date is text, and 1e9 a number."""
+# Scalars without quotes, by the core schema of YAML 1.2 (yaml.org/spec/1.2.2, section 10.3.2); all others are text. By
+# YAML 1.1, PyYAML's own, ``12:30`` is a number, ``on`` true and 2026-01-31 a date.
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+)
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """Takes no key twice, of which PyYAML would take the last."""
+
+    yaml_implicit_resolvers: ClassVar = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -163,10 +173,21 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)  # a leading 0 is no octal
+        return int(node.value, base)
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that ``_Loader`` would read as something else."""
+
+    yaml_implicit_resolvers: ClassVar = {}
+
+
+for tag, pattern, first in _SCALARS:
+    for kind in (_Loader, _Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str) -> Any:
@@ -180,3 +201,8 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         words = re.sub(r'in "<[\w ]+>", line', "in line", " ".join(str(error).split()))
         raise UserError(f"not valid YAML: {brief(words, 200, quoted=False)}") from None
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Plain values as YAML that ``parse_yaml`` reads back; ``style`` is PyYAML's."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)

@@ -82,8 +82,9 @@ def routing_metrics(
 
     Fidelity (of valid tokens)
 
-    - ``num_topk_pairs``: T * K, what the model would compute. ``num_dropped_pairs``: those that are not computed;
-      ``dropped_fraction``: their ratio.
+    - ``num_topk_pairs``: T * K, what the model would compute. Of a token's *missing* ones as many are *rerouted* as it
+      has added other experts (``num_rerouted_pairs``); the rest is *dropped* (``num_dropped_pairs``): computed by
+      nobody. ``rerouted_share``, ``dropped_share``: over all top-k pairs.
     - ``retained_mass_topk``, ``retained_mass_all``: selected mass over top-k mass (more than 1 when a policy adds
       experts) and over all mass.
     - ``tokens_without_expert``: tokens that compute nothing. ``experts_per_token``: mean.
@@ -111,13 +112,13 @@ def routing_metrics(
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context)
     maps = _bytes(routing.map_TE), _bytes(of_scores.top_k_TE)
-    load_E, copies_R, num_valid_pairs, num_kept, num_served, mass = routing_counts(
+    load_E, copies_R, num_valid_pairs, num_kept, num_rerouted, num_served, mass = routing_counts(
         *maps, _array(scores_TE), _valid(context), context.num_ranks
     )
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
-    num_dropped_pairs = of_scores.num_topk_pairs - num_kept
+    num_dropped = of_scores.num_topk_pairs - num_kept - num_rerouted
     values = {
         "num_tokens": num_tokens,
         "load_E": load_E,
@@ -125,8 +126,10 @@ def routing_metrics(
         "num_pairs": num_pairs,
         "padding_pairs": num_pairs - num_valid_pairs,
         "num_topk_pairs": of_scores.num_topk_pairs,
-        "num_dropped_pairs": num_dropped_pairs,
-        "dropped_fraction": _ratio(num_dropped_pairs, of_scores.num_topk_pairs),
+        "num_dropped_pairs": num_dropped,
+        "num_rerouted_pairs": num_rerouted,
+        "dropped_share": _ratio(num_dropped, of_scores.num_topk_pairs),
+        "rerouted_share": _ratio(num_rerouted, of_scores.num_topk_pairs),
         "retained_mass_topk": _ratio(mass, of_scores.top_k_mass),
         "retained_mass_all": _ratio(mass, of_scores.mass),
         "peak_load": _ratio(int(load_E.max()), num_pairs / num_experts),

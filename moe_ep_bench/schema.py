@@ -8,7 +8,9 @@ from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+# Versions that are read. Version 4 counted every missing top-k pair as dropped (``analysis.store``).
+READABLE_VERSIONS = (4, 5)
 
 MODES = ("run", "emulated", "route", "quality")
 
@@ -113,8 +115,10 @@ ROUTING_METRICS = {
     "num_pairs": pa.int64(),
     "padding_pairs": pa.int64(),  # of num_pairs, those of padding tokens
     "num_topk_pairs": pa.int64(),
-    "num_dropped_pairs": pa.int64(),  # top-k pairs that are not computed
-    "dropped_fraction": pa.float64(),  # of top-k pairs
+    "num_dropped_pairs": pa.int64(),  # top-k pairs that nobody computes
+    "num_rerouted_pairs": pa.int64(),  # top-k pairs in whose place the token has another expert
+    "dropped_share": pa.float64(),  # of top-k pairs
+    "rerouted_share": pa.float64(),  # of top-k pairs
     "retained_mass_topk": pa.float64(),  # selected score mass over the top-k mass
     "retained_mass_all": pa.float64(),  # selected score mass over all score mass
     "peak_load": pa.float64(),  # fullest expert over the mean of computed pairs, of this source rank
@@ -209,7 +213,7 @@ FRONTIER_SCHEMA = _table(
 
 # What ``quality`` leaves of a model's answers: one row per metric of each sequence of a text, of each question of a
 # task, and of each whole task. ``rank`` is null, the model ran as a whole. A task's rows without a filter are ours:
-# ``dropped_fraction``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
+# ``dropped_share``, ``rerouted_share``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
 QUALITY_SCHEMA = _table(
     [
         *_IDENTITY,
@@ -240,7 +244,8 @@ QUALITY_ROUTING_SCHEMA = _table(
         *(
             (name, ROUTING_METRICS[name])
             for name in (
-                *("num_tokens", "load_E", "num_pairs", "num_topk_pairs", "num_dropped_pairs", "dropped_fraction"),
+                *("num_tokens", "load_E", "num_pairs", "num_topk_pairs", "num_dropped_pairs", "num_rerouted_pairs"),
+                *("dropped_share", "rerouted_share"),
                 *("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token", "peak_load"),
             )
         ),

@@ -51,8 +51,8 @@ QUIET_MACHINE = {
 class FakeCase:
     """A case whose layer time is ``native_us / speedup``.
 
-    ``dropped`` and ``mass`` are the shares that the routing rows must come to; ``expert_load`` the pairs per expert of
-    the whole batch over the mean (the default is native's skew).
+    ``dropped``, ``rerouted`` and ``mass`` are the shares that the routing rows must come to; ``expert_load`` the pairs
+    per expert of the whole batch over the mean (the default is native's skew).
     """
 
     policy: str
@@ -61,6 +61,7 @@ class FakeCase:
     label: str = ""
     speedup: float = 1.0
     dropped: float = 0.0
+    rerouted: float = 0.0
     mass: float = 1.0
     expert_load: np.ndarray | None = None
     looks_past_top_k: bool = False
@@ -298,6 +299,7 @@ def _routing(one: FakeComparison, case: FakeCase) -> dict[str, pd.Series]:
                 "padding_pairs": 0,
                 "num_topk_pairs": pairs,
                 "num_dropped_pairs": round((case.dropped + side * min(0.02, case.dropped / 4)) * pairs),
+                "num_rerouted_pairs": round(case.rerouted * pairs),
                 "retained_mass_topk": case.mass + side * min(0.02, case.mass / 8) * (1 if rank == 0 else 2),
                 "topk_share": 0.8 if rank == 0 else 0.4,
                 "output_error": 1 - case.mass,

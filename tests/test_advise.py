@@ -116,6 +116,16 @@ def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path:
         assert row["is_pick"] == is_within == (row["standing"] != OUT_OF_BOUNDS)
 
 
+def test_the_bound_on_dropped_pairs_leaves_rerouted_ones_alone_and_the_answer_names_both(tmp_path: Path) -> None:
+    laser = FakeCase("laser", speedup=1.5, dropped=0.05, rerouted=0.25, mass=0.97)
+    answer = advised(tmp_path, *USUAL, laser)
+    assert "Use laser: " in answer
+    assert "It costs: 5.0 % of the pairs are dropped, 25.0 % rerouted, 97.0 % of the mass is kept." in answer
+    assert "evaluate the model first" in answer
+    (row,) = (row for row in rows_of(answer) if row[0] == "laser")
+    assert row[3:6] == ["5.0", "25.0", "97.0"]
+
+
 MIXED = {"links": "modelled by links/h100-nvlink4, bandwidth x 2: x", "backend": "gloo", "scale": 0.125}
 
 

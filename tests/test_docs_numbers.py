@@ -93,7 +93,7 @@ def of_papers() -> list[str]:
     laser = "laser eps_high=.* c="
     cuts = [ours("laser-mixtral", f"{laser}{c}", "imbalance_cut") for c in range(3, 7)]
     lite_cuts = [ours("laser-deepseek", f"{laser}{c}", "imbalance_cut") for c in (8, 10)]
-    dropped = claims("capacity-experts-per-gpu", "token_drop .*", "dropped_fraction")["ours"]
+    dropped = claims("capacity-experts-per-gpu", "token_drop .*", "missing_share")["ours"]
 
     def to(pair: Iterable[str]) -> str:
         return " to ".join(pair)
@@ -119,7 +119,7 @@ def of_papers() -> list[str]:
         f"OLMoE {measured('olmoe-h200')} (H200), DeepSeek-V2-Lite {measured('deepseek-v2-lite-h100')} (H100)",
         f"**{slashed(graph)}** of `topk`'s",
         f"| {100 * dropped.min():.1f} (to {100 * dropped.max():.1f}); "
-        f"{100 * ours('capacity-figure4', 'token_drop .*', 'dropped_fraction'):.1f} |",
+        f"{100 * ours('capacity-figure4', 'token_drop .*', 'missing_share'):.1f} |",
         f"| {activated.query('primary')['ours'].item():.1f} ({activated['ours'].min():.1f} to "
         f"{activated['ours'].max():.1f}) | the paper's batches vary up to 16 tokens; 8 give "
         f"{counts.query('primary')['ours'].min():.1f} |",

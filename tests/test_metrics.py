@@ -99,7 +99,9 @@ def test_every_metric_is_what_plain_loops_find(case) -> None:
     )
     entropy = sum(-sum(share * math.log(share) for share in row if share) / math.log(num_experts) for row in shares)
     num_topk = sum(len(top_k_T[token]) for token in valid)
-    dropped = num_topk - sum(expert in top_k_T[token] for token in valid for expert in experts_T[token])
+    lacks = [len(set(top_k_T[token]) - set(experts_T[token])) for token in valid]
+    adds = [len(set(experts_T[token]) - set(top_k_T[token])) for token in valid]
+    rerouted = sum(min(lack, added) for lack, added in zip(lacks, adds, strict=True))
     of_valid = sum(len(experts_T[token]) for token in valid)
 
     def ratio(part: float, whole: float) -> float:
@@ -112,8 +114,10 @@ def test_every_metric_is_what_plain_loops_find(case) -> None:
         "num_pairs": len(pairs),
         "padding_pairs": len(pairs) - of_valid,
         "num_topk_pairs": num_topk,
-        "num_dropped_pairs": dropped,
-        "dropped_fraction": ratio(dropped, num_topk),
+        "num_dropped_pairs": sum(lacks) - rerouted,
+        "num_rerouted_pairs": rerouted,
+        "dropped_share": ratio(sum(lacks) - rerouted, num_topk),
+        "rerouted_share": ratio(rerouted, num_topk),
         "retained_mass_topk": ratio(kept, top_k_mass),
         "retained_mass_all": ratio(kept, mass),
         "peak_load": ratio(max(load_E) * num_experts, len(pairs)),

@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"versus": {**TOKEN_DROP, "capacity_factor": [1.0, 1.5]}},
         "0.versus: expected one policy",
     ),
-    "a share against another": ({"metric": "dropped_fraction", "versus": {"name": "topk"}}, "0: versus: expected none"),
+    "a share against another": ({"metric": "missing_share", "versus": {"name": "topk"}}, "0: versus: expected none"),
     "a share of native": ({"policy": None}, "0: policy: expected one of the config's with speedup, got none"),
     "a key": ({"papre": 1}, r"0\.papre: no such key.*did you mean paper"),
     **{f"the number {paper}": ({"paper": paper}, r"0\.paper") for paper in ("much", [1.0], True, math.inf)},
@@ -159,7 +159,7 @@ ROWS = [
     {"paper": 1.2, "of": "end_to_end"},
     {"metric": "moe_speedup", "paper": 1.4},
     {"metric": "time", "paper": 0.9, "of": "end_to_end"},
-    {"metric": "dropped_fraction", "paper": 0.12},
+    {"metric": "missing_share", "paper": 0.12},
     {"paper": 1.2, "of": "end_to_end", "versus": {"name": "topk"}},
 ]
 # In ``write_whole`` MoE layers take two thirds of native's pass.
@@ -200,7 +200,7 @@ def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
 
 CLAIMS = [
     {**CLAIM, "policy": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}, "paper": 1.2, "of": "end_to_end"},
-    {**CLAIM, "source": "Table 2", "metric": "dropped_fraction", "paper": 0.12},
+    {**CLAIM, "source": "Table 2", "metric": "missing_share", "paper": 0.12},
     {**CLAIM, "source": "Table 3", "paper": 1.85},
     {**CLAIM, "source": "Table 4", "paper": None, "where": {"workload.skew": "worst_layer"}},
     {
@@ -249,8 +249,8 @@ def test_ours_is_what_the_results_say(compared: Claims) -> None:
             assert [row.ours, row.ours_low, row.ours_high] == ends
         elif row.metric == "time":
             assert row.ours == pytest.approx(case["median_ms"] / native["median_ms"], rel=0.02)
-        elif row.metric == "dropped_fraction":
-            assert row.ours == row.dropped_share == case["dropped_share"]
+        elif row.metric == "missing_share":
+            assert row.ours == row.missing_share == case["missing_share"]
         elif row.metric == "comm_time":
             against = by_label.loc[row.comparison_id, "token_drop capacity_factor=1.5"]
             assert row.ours == pytest.approx(case["comm_ms"] / against["comm_ms"])
@@ -302,7 +302,7 @@ def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared
     assert (1.85, 2.0) in papers[0]
     assert (12.0, 0.0) in papers[1]
     drawn = {round(line.get_xdata()[0], 6) for line in dropped.lines if len(line.get_xdata()) == 1}
-    ours = compared.frame[compared.frame["metric"] == "dropped_fraction"]["ours"]
+    ours = compared.frame[compared.frame["metric"] == "missing_share"]["ours"]
     assert {round(100 * share, 6) for share in ours} <= drawn
 
 

@@ -136,17 +136,22 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
         model(words, attention_mask=mask_BS, use_cache=False)
     for one in seen:
         assert one.routing is not None
-        loads, rank_loads, activated, fullest, mass, own_mass, dropped = [], [], [], [], 0.0, 0.0, 0
+        loads, rank_loads, activated, fullest, mass, own_mass = [], [], [], [], 0.0, 0.0
+        dropped = rerouted = 0
         for step in range(16 if arrangement == "decode" else 1):
             load_E = [0] * 8
             for token in range(12 * 16):
                 if mask_BS.flatten()[token] and (arrangement == "prefill" or token % 16 == step):
+                    missing = added = 0
                     for expert in range(8):
                         selected = bool(one.routing.map_TE[token, expert])
                         load_E[expert] += selected
                         mass += float(one.scores_TE[token, expert]) * selected
                         own_mass += float(one.scores_TE[token, expert]) * bool(one.own_TE[token, expert])
-                        dropped += bool(one.own_TE[token, expert]) and not selected
+                        missing += bool(one.own_TE[token, expert]) and not selected
+                        added += selected and not bool(one.own_TE[token, expert])
+                    rerouted += min(missing, added)
+                    dropped += missing - min(missing, added)
             if sum(load_E):
                 loads.append(max(load_E) / (sum(load_E) / 8))
                 rank_loads.append(max(sum(load_E[:4]), sum(load_E[4:])) / (sum(load_E) / 2))
@@ -160,7 +165,8 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
             "activated_experts": np.mean(activated or [0]),
             "activated_experts_fullest_rank": np.mean(fullest or [0]),
             "retained_mass_topk": mass / own_mass,
-            "dropped_fraction": dropped / (3 * (12 * 16 - 6)),
+            "dropped_share": dropped / (3 * (12 * 16 - 6)),
+            "rerouted_share": rerouted / (3 * (12 * 16 - 6)),
         }
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-5), name
@@ -278,7 +284,8 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     assert (drop["num_sequences"], drop["num_batches"]) == (12, 3)
     assert math.isnan(drop["cross_entropy_added_half"]), "three batches are too few"
     assert drop["perplexity"] == pytest.approx(math.exp(other.mean()))
-    assert drop["dropped_fraction"] > 0.4
+    assert drop["dropped_share"] > 0.4
+    assert 0.1 < oea["rerouted_share"] == pytest.approx(oea["missing_share"] - oea["dropped_share"])
     assert nothing["experts_per_token"] == 0
     assert oea["activated_experts"] < costs_of.loc["native", "decode"]["activated_experts"]
     rows = parts(done, "routing")

@@ -143,7 +143,8 @@ def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(mode
     assert sorted(lengths) == sorted(map(len, different)), "of x and y only what stands before them is read"
     assert len(different) < len(PAIRS)
     assert routing.sums["num_topk_pairs"] == 2 * 3 * sum(lengths), "two layers, three experts a token, no padding"
-    assert routing.summary() == {"dropped_fraction": 0.0, "retained_mass_topk": 1.0, "experts_per_token": 3.0}
+    summary = {"dropped_share": 0.0, "rerouted_share": 0.0, "retained_mass_topk": 1.0, "experts_per_token": 3.0}
+    assert routing.summary() == summary
 
 
 def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(model: Any) -> None:
@@ -153,12 +154,12 @@ def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(mo
             return score_continuations(model, PAIRS, 4096, 8), routing
 
     native, nothing = scored(None)
-    assert nothing.summary()["dropped_fraction"] == 0
+    assert nothing.summary()["dropped_share"] == nothing.summary()["rerouted_share"] == 0
     assert scored({"name": "topk"})[0] == native
-    for spec in (DROP, {"name": "oea", "k0": 1}):
+    for spec, lost in ((DROP, "dropped_share"), ({"name": "oea", "k0": 1}, "rerouted_share")):
         answers, routing = scored(spec)
         assert answers != native
-        assert 0 < (routing.summary()["dropped_fraction"] or 0) < 1
+        assert 0 < (routing.summary()[lost] or 0) < 1
     assert scored(DROP, "decode")[0] != scored(DROP)[0]
     assert scored(DROP, "prefill")[0] == scored(DROP)[0]
 
@@ -248,13 +249,14 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
         assert list(rows[label]) == QUALITY_SCHEMA.names
         assert (rows[label]["task"] == "sums").all()
         whole = rows[label][rows[label]["item"].isna()].set_index("metric")
-        assert whole.index.tolist() == ["acc", "f1", "dropped_fraction", "retained_mass_topk", "experts_per_token"]
-        assert whole["filter"].isna().tolist() == [False, False, True, True, True]
-        assert whole["stderr"].isna().tolist() == [False, True, True, True, True]
+        ours = ["dropped_share", "rerouted_share", "retained_mass_topk", "experts_per_token"]
+        assert whole.index.tolist() == ["acc", "f1", *ours]
+        assert whole["filter"].isna().tolist() == [False, False, *[True] * 4]
+        assert whole["stderr"].isna().tolist() == [False, *[True] * 5]
         assert (whole["num_samples"][:2] == 12).all()
         assert len(of_questions(rows[label])) == 12
         assert of_questions(rows[label]).mean() == whole["value"]["acc"]
-    dropped = {label: table.set_index("metric")["value"]["dropped_fraction"] for label, table in rows.items()}
+    dropped = {label: table.set_index("metric")["value"]["dropped_share"] for label, table in rows.items()}
     assert dropped["native"] == 0
     assert dropped[make_policy(DROP).label] > 0.3
     # Policies are set against the unpatched model question by question.
@@ -379,6 +381,6 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     scores = task_scores(read_quality(tmp_path / "out"))
     assert list(dict.fromkeys(scores["task"])) == ["sums", "written"]
     assert (scores["num_samples"] == 4).all()
-    assert (scores["dropped_fraction"][scores["policy"] == "native"] == 0).all()
-    assert (scores["dropped_fraction"][scores["policy"] != "native"] > 0).all()
+    assert (scores["dropped_share"][scores["policy"] == "native"] == 0).all()
+    assert (scores["dropped_share"][scores["policy"] != "native"] > 0).all()
     assert "the first 4 questions of each task only" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import test_run
+import torch
 from safetensors.numpy import load_file
 from trace_files import write_trace
 
@@ -99,8 +100,10 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
             mass = (scores_TE * map_TE).double().sum() / (scores_TE * top_k_TE).double().sum()
             assert found["retained_mass"] == pytest.approx(float(mass))
             assert found["activated_experts"] == int(map_TE.any(dim=0).sum())
-            dropped = float((top_k_TE & ~map_TE).sum() / top_k_TE.sum())
-            assert found["dropped_share"] == pytest.approx(dropped)
+            missing_T, added_T = (top_k_TE & ~map_TE).sum(dim=1), (map_TE & ~top_k_TE).sum(dim=1)
+            rerouted_T = torch.minimum(missing_T, added_T)
+            assert found["rerouted_share"] == pytest.approx(float(rerouted_T.sum() / top_k_TE.sum()))
+            assert found["dropped_share"] == pytest.approx(float((missing_T - rerouted_T).sum() / top_k_TE.sum()))
 
 
 def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> None:

@@ -119,8 +119,10 @@ def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[s
         metrics = routing_metrics(routing, acting, context)
         count = dict(zip(COUNTS, router.counts_LC[0].tolist(), strict=True))
         assert count["dropped"] == metrics["num_dropped_pairs"]
+        assert count["rerouted"] == metrics["num_rerouted_pairs"]
         assert count["mass"] / count["own_mass"] == pytest.approx(metrics["retained_mass_topk"], rel=1e-5)
-        assert 0 < count["dropped"] < count["pairs"]
+        assert 0 < count["dropped"] + count["rerouted"] < count["pairs"]
+        assert (count["rerouted"] > 0) == (spec["name"] == "oea")
     assert torch.equal(found_TE[~acts_T], dense(weights_TK, ids_TK)[~acts_T])
 
 

@@ -129,16 +129,18 @@ def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, pe
 
 
 @pytest.mark.parametrize("modelled", [False, True])
-def test_the_end_of_a_run_is_six_columns_that_fit_100_characters(tmp_path, modelled):
+@pytest.mark.parametrize("lost", [["dropped %"], ["drop %", "reroute %"]], ids=len)
+def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled, lost):
     facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
     # Below what the model can tell has the longest verdict.
     long = [FakeCase("oea", params={"k0": k}, label=f"oea {'x' * 40} end={k}", speedup=1.01) for k in range(2)]
+    long[0].rerouted = 0.25 * (len(lost) - 1)
     text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), *long], num_batches=10, facts=facts))
     assert "end=0 " in text  # names that are cut are told apart
     assert "end=1 " in text
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 100
     header = next(line for line in text.splitlines() if line.startswith("policy"))
-    assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", "dropped %", "kept %"]
+    assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", *lost, "kept %"]
     assert f"moe-ep-bench plot {tmp_path}" in text
     assert "warning: " not in text
 

@@ -10,13 +10,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from results_builder import FakeComparison, standard_cases, write_run
+from results_builder import FakeComparison, shown_text, standard_cases, write_run
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.store import ResultsError
+from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 
 OF_CASE = pc.field("case_id") == "c0-0"
@@ -65,8 +68,8 @@ def flip_a_bit(path: Path) -> None:
 BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing", "none"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema'), "run.json: expected JSON", "none"),
-    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected 4, got None", "none"),
-    "newer": (in_json(lambda c: c.update(schema_version=5)), "expected 4, got 5; another version", "none"),
+    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected 4 or 5, got None", "none"),
+    "newer": (in_json(lambda c: c.update(schema_version=6)), "expected 4 or 5, got 6; another version", "none"),
     "no cases": (in_json(lambda c: c.pop("cases")), "run.json: cases: Field required", "none"),
     "no such mode": (in_json(lambda c: c.update(mode="guess")), "run.json: mode: expected 'run', 'emulated'", "none"),
     "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "c0.dtype: Field required", "none"),
@@ -163,3 +166,52 @@ def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
     write_run(tmp_path, [FakeComparison(cases=lost, **FEW)])
     with pytest.raises(ResultsError, match="no case was measured; token_drop gamma 1: oom: too big"):
         load(tmp_path)
+
+
+# ---- results of version 4 --------------------------------------------------------------------------------------------
+
+# Which policies' sums tell dropped from rerouted pairs, though both are missing: those whose tokens never hold more
+# experts than the top-k.
+TOLD = {
+    "token_drop": {"capacity_factor": 1.0},
+    "laser": {"eps_high": 0.9, "t_fix": 0.1, "c": 6},
+    "oea": {"k0": 1},
+    "xshare": {"k0": 1, "budget": 2},
+    "load_only": {},
+}
+UNTOLD = {"expanded_drop": {"capacity_factor": 1.0}, "oea": {"k0": 1, "k_max": 3}}
+
+
+def as_version_4(directory: Path) -> None:
+    """Write a directory's routing as version 4 wrote it: all missing pairs are called dropped."""
+    in_json(lambda content: content.update(schema_version=4))(directory)
+    for path in (directory / "routing").glob("*.parquet"):
+        rows = pq.read_table(path).to_pandas()
+        missing = rows["num_dropped_pairs"] + rows["num_rerouted_pairs"]
+        rows = rows.assign(num_dropped_pairs=missing, dropped_fraction=missing / rows["num_topk_pairs"])
+        rows = rows.drop(columns=["num_rerouted_pairs", "dropped_share", "rerouted_share"])
+        pq.write_table(pa.Table.from_pandas(rows, preserve_index=False), path)
+
+
+def test_of_earlier_results_dropped_pairs_are_what_can_be_known_of_them(tmp_path: Path) -> None:
+    config, directory = tmp_path / "config.yaml", tmp_path / "run"
+    policies = [{"name": name, **params} for of in (TOLD, UNTOLD) for name, params in of.items()]
+    model = {"num_experts": 16, "top_k": 2, "hidden_size": 8, "ffn_hidden_size": 8}
+    workload = {"kind": "synthetic", "num_tokens": 64, "num_batches": 2, "peak_load": 3}
+    told = {"name": "small", "model": model, "workload": workload, "layer": {"ep_size": 4}, "policies": policies}
+    config.write_text(json.dumps(told))
+    assert main(["route", str(config), "--out", str(directory)]) == 0
+    now = cases(load(directory)).set_index("label")
+    as_version_4(directory)
+    then = cases(load(directory)).set_index("label")
+    lost = ["dropped_share", "rerouted_share"]
+    assert (now["missing_share"] == then["missing_share"]).all()
+    assert now[lost].sum(axis=1).to_numpy() == pytest.approx(now["missing_share"].to_numpy())
+    unknown = then.index[then["dropped_share"].isna() & then["missing_share"].notna()]
+    assert set(unknown) == {"expanded_drop capacity_factor=1.0", "oea k0=1 k_max=3"}
+    assert then.loc[unknown, "rerouted_share"].isna().all()
+    known = then.index.difference(unknown)
+    pd.testing.assert_frame_equal(then.loc[known, lost], now.loc[known, lost])
+    assert (now.loc[[*unknown, "load_only", "oea k0=1"], "rerouted_share"] > 0.01).all()
+    assert (now.loc[["expanded_drop capacity_factor=1.0", "token_drop capacity_factor=1.0"], "dropped_share"] > 0).all()
+    assert all(header in shown_text(directory) for header in ("dropped %", "rerouted %", "missing %"))

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, point_words, timings
 from moe_ep_bench.analysis.columns import (
     Table,
+    cost_words,
     interval,
+    lost_columns,
     milliseconds,
     missing,
     number,
@@ -59,13 +62,14 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
-    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]  # of one piece
-    rows = rows[rows["dropped_share"] <= _MOST_DROPPED]
+    rows = rows[rows["speedup_median"].notna() & rows["missing_share"].notna()]  # of one piece
+    rows = rows[~(rows["dropped_share"] > _MOST_DROPPED)]
     rows = rows.set_index("case_id", drop=False).rename_axis(None)
     times = timings(store)
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
     speedup_CD = ratios.groupby(["case_id", "launch"]).median().unstack().reindex(rows.index)
-    is_out = rows["dropped_share"] > bounds.max_dropped + _ROUNDING
+    # What does not tell dropped from rerouted pairs is held to the bound by both.
+    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + _ROUNDING
     is_out |= rows["retained_mass"] < bounds.min_retained - _ROUNDING
     several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOTHING_RAN))
     rows = rows.assign(
@@ -159,9 +163,8 @@ def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     what = "a pass" if pick["scope"] == "model" else "a layer"
     gain = f"{what} is {speedup:.3f} times as fast as native, {_taken(pick_ms, native_ms)}"
     costs = ["nothing is dropped"]
-    if pick["dropped_share"] > 0 or pick["retained_mass"] <= 1 - _ROUNDING:
-        dropped, kept = 100 * pick["dropped_share"], 100 * pick["retained_mass"]
-        costs = [f"{dropped:.1f} % of the pairs are dropped, {kept:.1f} % of the mass is kept"]
+    if _costs_answers(pick):
+        costs = [cost_words(pick, " of the pairs are"), f"{100 * pick['retained_mass']:.1f} % of the mass is kept"]
     if not missing(memory := pick["extra_gib_per_rank"]) and memory > 0:
         costs.append(f"{memory:.3g} GiB more memory on each rank")
     lines = [f"Use {pick['label']}: {gain} ({how}).", f"It costs: {', '.join(costs)}."]
@@ -174,6 +177,11 @@ def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     of = about["facts"]["rest"]["of"]
     rest = f"a modelled rest{of and f' of {of}'}"
     return [*lines, f"The whole model, all such layers beside {rest}: {end_to_end}, {rates}."]
+
+
+def _costs_answers(of: Any) -> Any:
+    """Whether a candidate, or each of several, leaves out pairs that the model would compute, or score mass."""
+    return (of["missing_share"] > 0) | (of["retained_mass"] <= 1 - _ROUNDING)
 
 
 def _taken(ours_ms: float, native_ms: float) -> str:
@@ -202,7 +210,7 @@ def _table(rows: pd.DataFrame, title: str) -> Table:
         text("label", "candidate"),
         interval("speedup", "end to end" if (rows["scope"] == "model").any() else "speedup"),
         number("median_ms", "ms", milliseconds),
-        percentage("dropped_share", "drop"),
+        *lost_columns(rows),
         percentage("retained_mass", "kept"),
         number("extra_gib_per_rank", "GiB", "{:.2g}"),
         text("standing", "verdict"),
@@ -228,7 +236,7 @@ def _notes(
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
-    if picks["dropped_share"].gt(0).any():
+    if _costs_answers(picks).any():
         yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
     yield from [MODEL_CAVEAT] if about["origin"].isin(NOTHING_RAN).any() else []
     yield from warnings(store)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import COSTS
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
     KEY,
@@ -63,7 +64,7 @@ _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
 # Roles that have no verdict of their own.
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 # What a policy costs; nothing of the ceiling, whose scores are not the model's.
-_COSTS = ["dropped_share", "retained_mass", "output_error", "below_frontier", "below_frontier_experts"]
+_COSTS = [*COSTS, "output_error", "below_frontier", "below_frontier_experts"]
 
 
 def load_timed(directory: Path) -> Store:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pandas as pd
@@ -180,6 +180,37 @@ def cut_labels(labels: pd.Series, width: int) -> pd.Series:
     return short.where(labels.groupby(short).transform("nunique") == 1, labels)
 
 
+# Missing are both, dropped and rerouted, which results of earlier versions do not always tell apart.
+_COSTS = (
+    percentage("dropped_share", "dropped", better="lower", native=0.0, least=0.05),
+    percentage("rerouted_share", "rerouted", better="lower", native=0.0, least=0.05),
+    percentage("missing_share", "missing", better="lower", native=0.0, least=0.05),
+    percentage("retained_mass", "mass kept", better="higher", native=1.0, least=0.05),
+)
+COSTS = tuple(column.name for column in _COSTS)
+LOST = COSTS[:-1]
+
+
+def lost_shown(rows: pd.DataFrame, suffix: str = "") -> list[str]:
+    """Those of ``LOST`` that say something of rows, whose names end in a suffix."""
+    dropped, rerouted, lacking = (rows[name + suffix].astype(float) for name in LOST)
+    says = (dropped.notna(), rerouted > 0, lacking.where(dropped.isna()) > 0)
+    return [name for name, is_said in zip(LOST, says, strict=True) if is_said.any()]
+
+
+def lost_columns(rows: pd.DataFrame, suffix: str = "") -> list[Column]:
+    """The columns of ``lost_shown``."""
+    return [replace(COLUMNS[name], name=name + suffix) for name in lost_shown(rows, suffix)]
+
+
+def cost_words(row: Row, of: str = "") -> str:
+    """``3.1 % dropped, 5.0 % rerouted``, of a case whose missing pairs are known; ``of``: words behind the first %."""
+    if missing(row["dropped_share"]):
+        return f"{100 * row['missing_share']:.1f} %{of} dropped or rerouted"
+    rerouted = f", {100 * row['rerouted_share']:.1f} % rerouted" if row["rerouted_share"] > 0 else ""
+    return f"{100 * row['dropped_share']:.1f} %{of} dropped{rerouted}"
+
+
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
 
 COLUMNS = {
@@ -204,8 +235,7 @@ COLUMNS = {
         Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
         Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
         # What a speedup costs.
-        percentage("dropped_share", "dropped", better="lower", native=0.0, least=0.05),
-        percentage("retained_mass", "mass kept", better="higher", native=1.0, least=0.05),
+        *_COSTS,
         percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
         percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
         Column("output_error", "output error", form="{:.2g}", better="lower"),
@@ -250,7 +280,7 @@ COLUMNS = {
 
 PROGRAMS = ("csv", "json")
 # Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
-JSON_VERSION = 3
+JSON_VERSION = 4
 
 _LATEX = str.maketrans(
     {

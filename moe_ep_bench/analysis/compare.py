@@ -23,7 +23,19 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, load_timed, timings, values_of
-from moe_ep_bench.analysis.columns import Row, Table, interval, milliseconds, missing, number, percentage, render, text
+from moe_ep_bench.analysis.columns import (
+    COSTS,
+    Row,
+    Table,
+    interval,
+    lost_columns,
+    milliseconds,
+    missing,
+    number,
+    percentage,
+    render,
+    text,
+)
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.origins import NOTHING_RAN
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
@@ -53,7 +65,7 @@ _ROUTING_STEP = 5e-4
 _RUNS = {"base": "BASE", "new": "NEW"}
 _IDENTITY = ["comparison_id", "title", "how", "ran_on", "label", "policy", "role"]
 _OF_EITHER = [
-    *("status", "reason", "dropped_share", "retained_mass", "median_ms", "speedup_median"),
+    *("status", "reason", *COSTS, "median_ms", "speedup_median"),
     *("floor_low", "floor_high", "oversubscribed", "origin"),
 ]
 
@@ -253,8 +265,6 @@ _COLUMNS = (
     interval("change", "change", middle="ratio", form=_percent, unit="%"),
     percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
     text("verdict"),
-    percentage("dropped_share_new", "dropped"),
-    percentage("retained_mass_new", "mass kept"),
 )
 
 
@@ -265,7 +275,8 @@ def compare_text(change: Change) -> str:
         shown = rows.assign(instead="not compared: " + rows["not_compared"].astype(object))
         differing = change.differences.get(comparison_id, {})
         title = "{title}: {how}, {ran_on}".format_map(rows.iloc[0])
-        tables.append(Table(shown, _COLUMNS, title, list(_notes(rows, differing)), "instead"))
+        columns = [*_COLUMNS, *lost_columns(rows, "_new"), percentage("retained_mass_new", "mass kept")]
+        tables.append(Table(shown, columns, title, list(_notes(rows, differing)), "instead"))
     heading = f"BASE {change.base}\nNEW  {change.new}"
     return "\n\n".join([heading, render(tables, "text"), "\n".join(_answer(change))])
 
@@ -284,7 +295,7 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
         yield f"{WARNING}conditions differ: " + ", ".join(
             f"{key} {old} -> {now}" for key, (old, now) in differing.items()
         )
-    for name, words in (("dropped_share", "drops"), ("retained_mass", "keeps")):
+    for name, words in (("dropped_share", "drops"), ("rerouted_share", "reroutes"), ("retained_mass", "keeps")):
         differ = rows[(rows[f"{name}_new"] - rows[f"{name}_base"]).abs() > _ROUTING_STEP]
         for row in differ.to_dict("records"):  # equal ids mean equal routing
             shares = [f"{100 * row[f'{name}_{run}']:.1f} %" for run in ("base", "new")]

@@ -18,7 +18,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
-from moe_ep_bench.analysis.columns import COLUMNS
+from moe_ep_bench.analysis.columns import COLUMNS, COSTS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
@@ -29,7 +29,6 @@ from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
-COST = ["dropped_share", "retained_mass"]
 _MOST_LINES = 10
 # By so much a breakdown iteration may be longer than a plain one before a figure of phases says so.
 _MUCH_OVERHEAD = 0.03
@@ -57,7 +56,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     numbers = [*(name for name, column in COLUMNS.items() if not column.is_words), *_ENDS]
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *COLUMNS, *numbers, "speedup_is_interval"])))
     rows = rows.astype({name: float for name in numbers if rows[name].dtype.kind != "i"}).copy()  # of one piece again
-    rows[COST] = rows[COST].mask(is_ceiling)
+    rows[[*COSTS]] = rows[[*COSTS]].mask(is_ceiling)
     return rows.assign(
         facet=rows["directory"] + "/" + rows["comparison_id"],
         title=rows["title"].mask(in_several, rows["title"] + ", from " + rows["directory"]),

@@ -14,7 +14,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
-from moe_ep_bench.analysis.drawing import COST, Figure, case_rows
+from moe_ep_bench.analysis.columns import COSTS, cost_words
+from moe_ep_bench.analysis.drawing import Figure, case_rows
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
@@ -70,18 +71,22 @@ def _stacked(store: Store, rows: pd.DataFrame, columns: Mapping[str, str]) -> pd
     return parts.assign(part_origin=[phase_origin(*of[directory, name], part) for directory, name, part in keys])
 
 
+def _cost_words(rows: pd.DataFrame) -> pd.Series:
+    """What each case drops, reroutes and keeps."""
+    lost = pd.Series([cost_words(row) for row in rows.to_dict("records")], rows.index, dtype=object)
+    return lost + (100 * rows["retained_mass"]).map(", {:.1f} % kept".format)
+
+
 def phase_rows(store: Store) -> pd.DataFrame:
     """A row per case and group of phases, or part of a pass; mean over ranks.
 
     A bar's name says what the case costs, so that a short bar is not read as a gift.
     """
     rows = case_rows(store)
-    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
-    words = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
-    has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1)
+    has_cost = (rows["role"] == "policy") & rows[["missing_share", "retained_mass"]].notna().all(axis=1)
     is_model, of_layer = rows["scope"] == "model", {f"{group}_ms": group for group in GROUPS}
     rows = rows.assign(
-        bar=rows["name"].where(~has_cost, rows["name"] + words),
+        bar=rows["name"].where(~has_cost, rows["name"] + "\n" + _cost_words(rows)),
         axis_words=np.where(is_model, "time of a pass (ms)", "time of one layer (ms)"),
         **rows[[*of_layer]].mask(is_model),  # a pass has more parts
     )
@@ -98,8 +103,7 @@ def rank_rows(store: Store) -> pd.DataFrame:
     note = (
         "of " + rows["num_ranks"].astype("str") + f" ranks the {_MOST_RANKS} are drawn that work longest under native"
     )
-    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
-    heading = rows["title"] + "; " + rows["name"] + ": " + shares[0] + " dropped, " + shares[1] + " kept"
+    heading = rows["title"] + "; " + rows["name"] + ": " + _cost_words(rows)
     rows = rows.assign(
         heading=heading.where(rows["role"] == "policy").groupby(rows["facet"]).transform("first").fillna(rows["title"]),
         bar=rows["name"] + ", rank " + rows["rank"].astype("str"),
@@ -159,6 +163,7 @@ def pareto_rows(store: Store) -> pd.DataFrame:
     if rows.empty:
         return rows
     natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
+    rows = rows[~(rows["dropped_share"] > _MOST_DROPPED)]
     relief = rows["facet"].map(natives.set_index("facet")["fullest_rank"]) / rows["fullest_rank"]
     batches = routing(store)
     most = batches.groupby(CASE)["kept_by_load"].mean().reindex(pd.MultiIndex.from_frame(rows[CASE]))
@@ -191,12 +196,21 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(**limits)
 
 
+# What drops more does next to nothing.
+_MOST_DROPPED = 0.95
 _COSTS = partial(series, height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2, shares=False)
 _OF_SPEED = partial(
     _COSTS,
     y="speedup_median",
     hollow=("verdict not in ('faster', 'slower')", "neither faster nor slower for sure"),
     joined="capacity_factor.notna()",
+)
+
+# Rerouted pairs where there are any, and those of earlier versions' results that were not told from dropped ones.
+_LOST = (
+    _over_steps("dropped_share", 1.4, where="dropped_share.notna()"),
+    _over_steps("rerouted_share", 1.4, where="rerouted_share > 0"),
+    _over_steps("missing_share", 1.4, where="dropped_share.isna() and missing_share.notna()"),
 )
 
 # ---- the figures of times and routing --------------------------------------------------------------------------------
@@ -207,22 +221,22 @@ FIGURES: dict[str, Figure] = {
         [
             _over_steps("speedup_median", 3.3, width=2.0),
             _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median.notna()"),
-            _over_steps("dropped_share", 1.4),
+            *_LOST,
         ],
         "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
-        "pairs that are dropped. {intervals}",
+        "pairs that nobody computes, or another expert in their place. {intervals}",
         where="role in ('policy', 'replication', 'ceiling') and speedup_median.notna()",
         needs="role != 'ceiling'",
-        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COST),
+        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
         beside=_is_upright,
     ),
     "dropped": Figure(
         "What the policies cost: dropped pairs and score mass kept",
-        [_over_steps("dropped_share", 2.3), _over_steps("retained_mass", 2.3)],
-        "Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; "
-        "all ranks' tokens together, mean over batches.",
-        where="role == 'policy' and status == 'ok' and dropped_share.notna()",
-        columns=COST,
+        [*_LOST, _over_steps("retained_mass", 2.3)],
+        "Top-k pairs that nobody computes, or another expert in their place, and the score mass of what is computed "
+        "over that of the model's own top-k; all ranks' tokens together, mean over batches.",
+        where="role == 'policy' and status == 'ok' and missing_share.notna()",
+        columns=COSTS,
         beside=_is_upright,
         of="routing",
     ),
@@ -231,7 +245,7 @@ FIGURES: dict[str, Figure] = {
         [bars(height=_height_of_bars)],
         "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
         phase_rows,
-        columns=("phases", "time_ms", *COST),
+        columns=("phases", "time_ms", *COSTS),
         of="phases",
     ),
     "ranks": Figure(
@@ -240,7 +254,7 @@ FIGURES: dict[str, Figure] = {
         "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
         "wait for the rank that waits least.",
         rank_rows,
-        columns=("rank", "phases", "time_ms", *COST),
+        columns=("rank", "phases", "time_ms", *COSTS),
         of="phases",
     ),
     "load": Figure(
@@ -257,14 +271,13 @@ FIGURES: dict[str, Figure] = {
         "What speed costs",
         [
             _OF_SPEED("retained_mass", reverse=True),
-            _OF_SPEED("dropped_share"),
+            _OF_SPEED("dropped_share", where="dropped_share.notna()"),
             _COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, where="relief.notna()"),
         ],
         "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
         "factors. What drops more than 95 % is left out.",
         pareto_rows,
-        where="dropped_share <= 0.95",
-        columns=(*_SPEEDUP, "verdict", *COST, "relief", "kept_share"),
+        columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
         beside=True,
     ),
 }

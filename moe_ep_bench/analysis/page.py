@@ -17,7 +17,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -31,7 +30,7 @@ from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
-from moe_ep_bench.files import check_folder, write_text
+from moe_ep_bench.files import check_folder, dump_yaml, write_text
 
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
 _PIXELS = 96
@@ -120,4 +119,4 @@ def _image(name: str, drawing: Drawing) -> dict[str, Any]:
 
 
 def _yaml(content: Any) -> str:
-    return yaml.safe_dump(json.loads(json.dumps(content, default=str)), sort_keys=False, allow_unicode=True, width=120)
+    return dump_yaml(json.loads(json.dumps(content, default=str)), allow_unicode=True, width=120)

@@ -8,13 +8,14 @@ beforehand is primary; the others are a range. No row is left out because it doe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from pydantic import BeforeValidator
 
 from moe_ep_bench.analysis.cases import cases, load, routing, timings
-from moe_ep_bench.analysis.columns import NONE, Column, Row, Table, missing, number, percentage, render, text
+from moe_ep_bench.analysis.columns import LOST, NONE, Column, Row, Table, lost_columns, missing, number, render, text
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
@@ -30,22 +31,27 @@ _OURS_OF = {"layer": "a layer", "end_to_end": "end to end", "layers": "all MoE l
 # Microseconds and experts: one decimal is enough.
 _COARSE = ("time_us", "num_activated")
 _VALUES = ["ours", "ours_low", "ours_high"]
-_MEANS = ["ours", "dropped_share"]
+_MEANS = ["ours", *LOST]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
 _CSV = [
     "source", "of", "ours_of", "metric", "policy", "versus", "comparison", "traffic", "primary", "paper_low",
-    "paper_high", *_VALUES, "difference", "dropped_share", "mode", "device", "links", "draws",
+    "paper_high", *_VALUES, "difference", *LOST, "mode", "device", "links", "draws",
 ]  # fmt: skip
 
 # Microseconds by case id and quantity, each by launch, batch and iteration.
 Times = dict[tuple[str, str], pd.Series]
 
 
+def _of_today(metric: Any) -> Any:
+    """What version 4 called dropped pairs were all missing ones."""
+    return "missing_share" if metric == "dropped_fraction" else metric
+
+
 class _Row(JsonRecord):  # ``papers.run``
     number: int
     source: str
     of: str
-    metric: Literal[*CLAIMED]
+    metric: Annotated[Literal[*CLAIMED], BeforeValidator(_of_today)]
     paper: tuple[float | None, float | None] | None
     note: str
     comparison_id: str
@@ -120,7 +126,7 @@ def _row(claim: _Row, case: Row, against: Row | None, times: Times) -> Row:
         "comparison": case["title"],
         **dict(zip(("paper_low", "paper_high"), claim.paper or (None, None), strict=True)),
         **dict(zip(_VALUES, value or (None,) * 3, strict=True)),
-        "dropped_share": value and case["dropped_share"],
+        **{name: value and case[name] for name in LOST},
         "mode": case["how"],
         "device": case["facts"].get("device") or case["device"],
         "links": case["links_words"],
@@ -225,11 +231,11 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
             cell=lambda row: f"{_ours(row, 'least')} to {_ours(row, 'most')}" if row["least"] < row["most"] else NONE,
         ),
         text("traffic", "primary traffic"),
-        percentage("dropped_share", "dropped"),
+        *lost_columns(rows),
     ]
     notes = [
-        "ours: under the primary traffic, mean over draws; range: under all traffics; dropped: share of the top-k "
-        "pairs, in %; the largest disagreement comes first"
+        "ours: under the primary traffic, mean over draws; range: under all traffics; dropped, rerouted (in "
+        "sum missing): shares of the top-k pairs, in %; the largest disagreement comes first"
     ]
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]

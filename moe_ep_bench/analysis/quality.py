@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,22 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, Table, missing, number, percentage, short_labels, text
+from moe_ep_bench.analysis.columns import (
+    COLUMNS,
+    LOST,
+    NONE,
+    Column,
+    Row,
+    Table,
+    lost_shown,
+    missing,
+    number,
+    percentage,
+    short_labels,
+    text,
+)
 from moe_ep_bench.analysis.notes import chance_words
-from moe_ep_bench.analysis.store import ResultsError, facts_of, read_document, read_part
+from moe_ep_bench.analysis.store import MISSING, ResultsError, facts_of, read_document, read_part
 from moe_ep_bench.facts import JudgedFacts, RunFacts
 from moe_ep_bench.papers import orderings
 from moe_ep_bench.policies import POLICIES
@@ -40,7 +53,7 @@ _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _GROUP = ["title", "group", "comparison", "checkpoints"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
-_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
+_ROUTED = [*LOST, "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
@@ -183,8 +196,12 @@ def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     case = ["case_id", "phase"]
     routing = routing.rename(columns=_IMBALANCES)
     computed = routing["num_pairs"] / routing["num_topk_pairs"]
+    routing = routing.assign(missing_share=routing[MISSING] / routing["num_topk_pairs"])
+    is_unknown = routing["dropped_share"].isna().groupby([routing[key] for key in case]).any()
     by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
-    return by_layer[[*_ROUTED, "fullest_rank"]].mean().groupby(case).mean().reset_index("phase")
+    means = by_layer[[*_ROUTED, "fullest_rank"]].mean().groupby(case).mean()
+    means.loc[is_unknown, ["dropped_share", "rerouted_share"]] = np.nan  # a mean over the others would be none
+    return means.reset_index("phase")
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -214,8 +231,17 @@ def task_scores(quality: Quality) -> pd.DataFrame:
         added_stderr=[_paired_stderr(row, questions) for row in rows.itertuples()],
     )
     rows = rows[["case_id", *_CASE, *_SCORE, "added", "added_stderr"]]
-    rows = rows.join(routing, on="case_id").reset_index(drop=True)
+    rows = rows.join(_with_missing(routing), on="case_id").reset_index(drop=True)
     return rows.astype({"num_fewshot": "Int64", "num_samples": "Int64"})
+
+
+def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
+    """A task's routing with ``missing_share``; what version 4 called dropped pairs were all missing ones."""
+    if "dropped_fraction" in routing:
+        lacking = routing["dropped_fraction"]
+        lost = {name: lacking.where(lacking == 0) for name in ("dropped_share", "rerouted_share")}
+        return routing.drop(columns="dropped_fraction").assign(**lost, missing_share=lacking)
+    return routing.assign(missing_share=routing["dropped_share"] + routing["rerouted_share"])
 
 
 def _paired_stderr(row: Any, questions: pd.DataFrame) -> float:
@@ -323,7 +349,7 @@ _TEXT = (
     _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
     number("kl", "KL nats", "{:.4f}"),
     percentage("agreement", "top-1 agree"),
-    percentage("dropped_fraction", "dropped"),
+    *(COLUMNS[name] for name in LOST),
     percentage("retained_mass_topk", "mass kept"),
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated_experts", "activated", "{:.1f}"),
@@ -344,9 +370,15 @@ _TASK = (
     number("num_samples", "questions", "{:,}"),
     _with_error("value", "stderr", "score %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
-    percentage("dropped_fraction", "dropped"),
+    *(COLUMNS[name] for name in LOST),
     percentage("retained_mass_topk", "mass kept"),
 )
+
+
+def _said(rows: pd.DataFrame, columns: Sequence[Column]) -> list[Column]:
+    """Columns without those of lost pairs that say nothing."""
+    shown = lost_shown(rows)
+    return [column for column in columns if column.name not in LOST or column.name in shown]
 
 
 def quality_tables(quality: Quality) -> list[Table]:
@@ -369,7 +401,7 @@ def _text_table(rows: pd.DataFrame, facts: Row) -> Table:
         interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
     note = f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"
     how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
-    return Table(rows, [_policy(rows), *_TEXT], f"{facts['title']}: {how}", [note])
+    return Table(rows, [_policy(rows), *_said(rows, _TEXT)], f"{facts['title']}: {how}", [note])
 
 
 def _claim_table(rows: pd.DataFrame, facts: Row) -> Table:
@@ -382,13 +414,13 @@ def _claim_table(rows: pd.DataFrame, facts: Row) -> Table:
 
 
 def _task_table(rows: pd.DataFrame, facts: Row) -> Table:
-    columns = [_policy(rows), *(column for column in _TASK if column.name != "task" or rows["task"].nunique() > 1)]
+    columns = [column for column in _said(rows, _TASK) if column.name != "task" or rows["task"].nunique() > 1]
     notes = [
         "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
         "number is their mean; that requests of a batch share their routing is not in them",
         f"{facts['batch_size']:.0f} requests are routed together, on {facts['num_ranks']:.0f} virtual ranks; "
-        "dropped pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
+        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
     ]
     if not missing(facts["limit"]):
         notes.append(f"the first {facts['limit']:.0f} questions of each task only")
-    return Table(rows, columns, facts["title"], notes)
+    return Table(rows, [_policy(rows), *columns], facts["title"], notes)

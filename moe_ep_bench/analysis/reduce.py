@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.store import ITERATION
+from moe_ep_bench.analysis.store import ITERATION, MISSING
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
 from moe_ep_bench.schema import (
@@ -137,13 +137,16 @@ def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
 
 # Summed over source ranks; weighted by their tokens; the worst rank's; means over batches, then over layers.
 COUNTS = [
-    "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
-    "crossing_pairs", "crossing_copies", "num_image_tokens",
+    "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", MISSING, "tokens_without_expert", "crossing_pairs",
+    "crossing_copies", "num_image_tokens",
 ]  # fmt: skip
+# Of earlier versions' results unknown where ranks do not tell; then they are of the case.
+UNKNOWN = ["num_dropped_pairs", "num_rerouted_pairs"]
+LOST = ["dropped_share", "rerouted_share"]
 SHARES = ["topk_share", "entropy"]
 ERRORS = ["output_error", "reference_error"]
 ROUTED = [
-    "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
+    "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *LOST, "missing_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
     "moved_gib",
 ]  # fmt: skip
@@ -157,7 +160,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         at_home: experts are at their homes where no slots say otherwise.
 
     Returns:
-        ``case``, ``layer``, ``batch``, ``COUNTS``, ``SHARES``, ``ERRORS``, ``ROUTED`` without what the frontier says,
+        ``case``, ``layer``, ``batch``, ``COUNTS``, ``UNKNOWN``, ``SHARES``, ``ERRORS``, ``ROUTED`` but the frontier's,
         and pairs as lists: ``load_E``, ``load_R``, ``pairs_RR`` (from each source rank to each rank's experts, row by
         row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same yardstick for every policy, so that
         dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed; ``retained_mass`` is
@@ -178,7 +181,9 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
     with warnings.catch_warnings(action="ignore"):  # of units without tokens, pairs or an error
         shares = dict(zip(SHARES, np.nansum(weighted_UZS, axis=1).T / tokens_U, strict=True))
         errors = dict(zip(ERRORS, np.nanmax(by_unit(ERRORS), axis=1).T, strict=True))
-        dropped_U = counts["num_dropped_pairs"] / topk_U
+        counts |= dict(zip(UNKNOWN, by_unit(UNKNOWN).sum(axis=1).T, strict=True))
+        lost = {name: counts[count] / topk_U for name, count in zip(LOST, UNKNOWN, strict=True)}
+        lost["missing_share"] = counts[MISSING] / topk_U
     load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
     num_ranks = facts.num_ranks
@@ -196,7 +201,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
             "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
             "expert_imbalance": imbalance(load_UE),
             "rank_imbalance": imbalance(load_UR),
-            "dropped_share": dropped_U,
+            **lost,
             "retained_mass": mass_kept(rows, np.arange(len(rows)) // num_sources),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
             "activated_experts": (load_UE > 0).sum(axis=1),
@@ -225,5 +230,8 @@ def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame
 def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     """``ROUTED`` by case, means over batches, then layers; of output errors first the worst layer of each batch."""
     by_layer = routing.groupby(["case", "layer"], dropna=False)[ROUTED].mean()
+    is_unknown = routing[UNKNOWN[0]].isna().groupby(routing["case"]).any()  # a mean over the others would be none
     errors = routing.groupby(["case", "batch"])["output_error"].max()
-    return by_layer.groupby("case").mean().join(errors.groupby("case").mean())
+    means = by_layer.groupby("case").mean()
+    means.loc[is_unknown, LOST] = np.nan
+    return means.join(errors.groupby("case").mean())

@@ -20,8 +20,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,20 +34,24 @@ from pydantic import BaseModel, ValidationError
 from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import read_json
+from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
+from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.results import RunDirectory, ValidationDirectory, conditions_of
 from moe_ep_bench.schema import (
     FRONTIER_SCHEMA,
     HOST,
     HOST_BUSY,
     PHASES,
+    READABLE_VERSIONS,
     ROUTING_SCHEMA,
-    SCHEMA_VERSION,
     SM_CLOCK,
     TOTAL,
     UNACCOUNTED,
 )
 
 ITERATION = ["launch", "batch", "iteration"]
+# Top-k pairs that a token does not compute, dropped or rerouted: a column of frames, not of files.
+MISSING = "num_missing_pairs"
 _WORDS = {
     "kind": pd.CategoricalDtype(["plain", "breakdown"]),
     "phase": pd.CategoricalDtype([*PHASES, UNACCOUNTED, TOTAL]),
@@ -55,7 +59,7 @@ _WORDS = {
 # Columns of the store's frames; a case has its words already.
 _COLUMNS = {
     "samples": [*ITERATION, "kind", "rank", "layer", "phase", "time_us", HOST, HOST_BUSY, SM_CLOCK],
-    "routing": [field.name for field in ROUTING_SCHEMA if field.type != pa.string()],
+    "routing": [*(field.name for field in ROUTING_SCHEMA if field.type != pa.string()), MISSING],
     "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
 }
 SEED = "workload.seed"
@@ -137,9 +141,10 @@ def read_document(path: Path, model: type[_Type]) -> _Type:
     except ValueError as error:
         raise ResultsError(str(error)) from None
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if model is RunFacts and version != SCHEMA_VERSION:
+    if model is RunFacts and version not in READABLE_VERSIONS:
         hint = "another version of this program wrote it: use that one, or measure again elsewhere"
-        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
+        expected = " or ".join(map(str, READABLE_VERSIONS))
+        raise ResultsError(f"{path}: schema_version: expected {expected}, got {brief(version)}; {hint}")
     return typed(model, f"{path}: ", content)
 
 
@@ -159,7 +164,13 @@ class Part(NamedTuple):
 
 
 def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> Part:
-    """Read columns of a part (None = all); words of samples are categories. ResultsError: it is damaged."""
+    """Read columns of a part (None = all); words of samples are categories; routing has ``MISSING``.
+
+    Raises:
+        ResultsError: it is damaged.
+    """
+    if columns is not None and MISSING in columns:  # Their policies tell what parts of version 4 leave open.
+        columns = [*columns, "policy", "policy_params"]
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
@@ -167,7 +178,55 @@ def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> P
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
     # Of millions of samples each word is one object.
-    return Part(rows.to_pandas(strings_to_categorical=table == "samples"), conditions_of(rows))
+    frame = rows.to_pandas(strings_to_categorical=table == "samples")
+    if "num_topk_pairs" in frame:
+        frame = _with_missing(frame)
+    return Part(frame, conditions_of(rows))
+
+
+def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
+    """Routing with ``MISSING``; of version 4, whose ``num_dropped_pairs`` are all missing ones, told apart.
+
+    A row has sums over tokens, and rerouted is min(missing, added) of each token. The sums tell where nothing is
+    missing, nothing is added, or no token may hold more experts than its top-k, so that none adds more than it lacks.
+    Elsewhere dropped and rerouted pairs are unknown (null).
+    """
+    if "num_rerouted_pairs" in routing:
+        return routing.assign(**{MISSING: routing["num_dropped_pairs"] + routing["num_rerouted_pairs"]})
+    missing_N, topk_N = routing["num_dropped_pairs"], routing["num_topk_pairs"]
+    added_N = routing["num_pairs"] - topk_N + missing_N
+    if "padding_pairs" in routing:
+        added_N = added_N - routing["padding_pairs"]
+    about = [routing["policy"], routing["policy_params"], routing["load_E"].map(len), topk_N // routing["num_tokens"]]
+    adds_most_N = np.array([_holds_more(*row) for row in zip(*about, strict=True)], bool)
+    is_known = (missing_N == 0) | (added_N == 0) | ~adds_most_N
+    rerouted_N = added_N.where(missing_N > 0, 0).where(is_known)
+    dropped_N = missing_N - rerouted_N
+    return routing.drop(columns="dropped_fraction", errors="ignore").assign(
+        num_dropped_pairs=dropped_N,
+        num_rerouted_pairs=rerouted_N,
+        dropped_share=dropped_N / topk_N,
+        rerouted_share=rerouted_N / topk_N,
+        **{MISSING: missing_N},
+    )
+
+
+@cache
+def _holds_more(name: str | None, params: str, num_experts: int, top_k: float) -> bool:
+    """Whether a token may hold more than ``top_k`` experts, as far as this package knows the policy."""
+    if not top_k > 0 or name not in POLICIES:
+        return top_k > 0
+    if POLICIES[name].most_experts is SteppedPolicy.most_experts:
+        return False
+    known = {field.name for field in fields(POLICIES[name])}
+    given = {key: value for key, value in json.loads(params).items() if value is not None}
+    if any(value for key, value in given.items() if key not in known):  # of fields that are gone
+        return True
+    try:
+        policy = make_policy({"name": name, **{key: value for key, value in given.items() if key in known}})
+    except UserError:
+        return True
+    return policy.most_experts(num_experts, RoutingContext(top_k=int(top_k))) > top_k
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, Table, cut_labels, short_labels
+from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
@@ -21,7 +21,6 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
-_COST = ("dropped_share", "retained_mass")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ VIEWS = {
     "layer": View(
         "layer",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "p99_ms", "pass_ms"),
+            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "p90_ms", "p99_ms", "pass_ms"),
             *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
             *("extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
@@ -86,7 +85,7 @@ VIEWS = {
     "model": View(
         "model",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "over_topk_median", "moe_ms"),
+            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "p90_ms", "over_topk_median", "moe_ms"),
             *("moe_share", "moe_speedup_median", "by_amdahl", "policy_ms", "tokens_per_s", "tokens_per_s_per_rank"),
         ),
         {"median_ms": "pass", "speedup_median": "end to end"},
@@ -95,7 +94,7 @@ VIEWS = {
     "route": View(
         "route",
         (
-            *("label", "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *_COST),
+            *("label", "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *COSTS),
             *("below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts"),
             *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib"),
         ),
@@ -163,6 +162,8 @@ def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
 def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
     """The view's columns that say something."""
     names = [name for name in view.columns if name in frame and frame[name].notna().any()]
+    if "missing_share" in names:
+        names = [name for name in names if name not in LOST or name in lost_shown(frame)]
     if "activated_fullest_rank" in names and not leaves_idle(frame):
         names = [name for name in names if name not in ("activated_fullest_rank", "below_frontier_experts")]
     return [replace(COLUMNS[name], header=view.headers.get(name, COLUMNS[name].header)) for name in names]
@@ -188,7 +189,7 @@ def _reasons(rows: pd.DataFrame) -> pd.Series:
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:
-    """What the end of a run prints of a comparison: six columns that fit 100 characters."""
+    """What the end of a run prints of a comparison: columns that fit 100 characters."""
     kind = kind_of(rows)
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
     numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else VIEWS[kind].columns[1:4]
@@ -197,7 +198,9 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
-    view = replace(VIEWS[kind], columns=("label", *numbers, *_COST), headers=headers, notes=())
+    if len(lost_shown(rows)) > 1:
+        headers |= {"dropped_share": "drop", "rerouted_share": "reroute"}
+    view = replace(VIEWS[kind], columns=("label", *numbers, *COSTS), headers=headers, notes=())
     return replace(table_of(store, view, rows), title=rows["title"].iloc[0])
 
 

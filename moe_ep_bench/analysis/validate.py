@@ -14,7 +14,17 @@ from typing import NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, load, routing, timings, values_of
-from moe_ep_bench.analysis.columns import Table, interval, milliseconds, number, percentage, render, text
+from moe_ep_bench.analysis.columns import (
+    COLUMNS,
+    COSTS,
+    Table,
+    interval,
+    lost_columns,
+    milliseconds,
+    number,
+    render,
+    text,
+)
 from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.store import Store, jobs, read_document
@@ -61,7 +71,7 @@ def load_validation(directory: Path) -> Validation:
     about = comparisons(stores[0]).set_index("comparison_id")
     titles = {name: about.at[pair[0], "title"] for pair in pairs for name in pair}
     frames, iterations = zip(*(_rows_and_speedups(store, titles) for store in stores), strict=True)
-    said = ["label", "dropped_share", "retained_mass"]
+    said = ["label", *COSTS]
     rows = side_by_side(dict(zip(_RUNS, frames, strict=True)), _KEY, said, [*_OF_EITHER, "loads"])
     rows = rows[rows["case_id_real"].notna()]
     why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
@@ -122,8 +132,6 @@ _COLUMNS = (
     number("speedup_median_emulated", "emulated"),
     interval("ratio", "emulated / measured"),
     text("verdict"),
-    percentage("dropped_share", "dropped"),
-    percentage("retained_mass", "mass kept"),
 )
 
 
@@ -137,7 +145,11 @@ def validation_table(validation: Validation) -> Table:
         f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {100 * validation.margin:g}"
         " % (two one-sided tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch"
     )
-    columns = [column for column in _COLUMNS if column.name not in alike]
+    columns = [
+        *(column for column in _COLUMNS if column.name not in alike),
+        *lost_columns(rows),
+        COLUMNS["retained_mass"],
+    ]
     title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated beside real ranks"
     return Table(shown, columns, title, [*validation.notes, rule], "instead")
 

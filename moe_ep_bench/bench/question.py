@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_ep_bench.bench.comparison import Comparison, is_drawn
 from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
@@ -25,7 +23,7 @@ from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticC
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import atomic_path, check_folder, stable_hash
+from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.workload.trace import open_trace
 
@@ -129,7 +127,7 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
     fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
     if all(not fit.holds() for fit in fits):
         raise UserError(f"layer.ep_size: {fits[0].words}")
-    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
+    text = dump_yaml({**raw, **({"sweep": sweep} if sweep else {})})
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     return Question(text, comparisons, (*notes, *left_out), options.out or Path("results", name))
 

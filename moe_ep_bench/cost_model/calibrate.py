@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import OK, UserError
-from moe_ep_bench.files import atomic_path, make_folder, writing_to
+from moe_ep_bench.files import atomic_path, dump_yaml, make_folder, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
 from moe_ep_bench.runtime.torchrun import check_num_ranks, torchrun
@@ -157,7 +156,7 @@ def _write(ranks: Ranks, out: Path, link: Link) -> None:
     side = {"intra": link, "inter": None} if is_inside else {"intra": None, "inter": link}
     links = Links(name=out.stem, source=_source(ranks), ranks_per_node=ranks.local_world_size, **side)
     fields = links.model_dump(mode="json", exclude_defaults=True)
-    text = yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=100)
+    text = dump_yaml(fields, default_flow_style=None, width=100)
     with writing_to(out, "--out"), atomic_path(out) as temporary:
         temporary.write_text(f"# Written by moe-ep-bench calibrate.\n{text}")
     print(f"{links.describe()}\nwritten to {out}", flush=True)

@@ -89,13 +89,14 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
 
     Returns:
         int64 [E], pairs of each expert; int64 [R], tokens with a pair on each rank. Of valid tokens pairs, those of
-        them that are top-k pairs, tokens with a pair, and the score mass of their pairs.
+        them that are top-k pairs, top-k pairs that another expert of the token stands in for (as many as a token lacks,
+        at most as many as it has added), tokens with a pair, and the score mass of their pairs.
     """
     num_tokens, num_experts = map_TE.shape
     per_rank = num_experts // num_ranks
     load_E = np.zeros(num_experts, np.int64)
     copies_R = np.zeros(num_ranks, np.int64)
-    num_valid_pairs = num_kept = num_served = 0
+    num_valid_pairs = num_kept = num_rerouted = num_served = 0
     mass = 0.0
     for token in range(num_tokens):
         map_E, top_k_E, scores_E = map_TE[token], top_k_TE[token], scores_TE[token]
@@ -107,17 +108,19 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
                 reached |= map_E[expert]
             copies_R[rank] += reached
         if valid_T.size == 0 or valid_T[token]:
-            pairs = kept = 0
+            pairs = kept = chosen = 0
             held = 0.0
             for expert in range(num_experts):
                 pairs += map_E[expert]
                 kept += map_E[expert] & top_k_E[expert]
+                chosen += top_k_E[expert]
                 held += np.float64(scores_E[expert]) * map_E[expert]
             num_valid_pairs += pairs
             num_kept += kept
+            num_rerouted += min(pairs, chosen) - kept
             num_served += pairs > 0
             mass += held
-    return load_E, copies_R, num_valid_pairs, num_kept, num_served, mass
+    return load_E, copies_R, num_valid_pairs, num_kept, num_rerouted, num_served, mass
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})

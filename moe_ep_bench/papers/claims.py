@@ -41,7 +41,8 @@ CLAIMED = {
     "comm_time": Metric("relative time of communication", "ratio", "comm_ms"),
     "activated_experts": Metric("relative number of activated experts", "ratio", "activated"),
     "imbalance_cut": Metric("fullest expert, native over policy", "inverse", "fullest_expert"),
-    "dropped_fraction": Metric("dropped share", "share", "dropped_share"),
+    # What papers call dropped: top-k pairs that are not computed, whatever is computed in their place.
+    "missing_share": Metric("missing share", "share", "missing_share"),
     "rank_imbalance": Metric("fullest rank over the mean", "number", "rank_imbalance"),
     "time_us": Metric("time (us)", "number", ALL),
     "num_activated": Metric("activated experts", "number", "activated"),

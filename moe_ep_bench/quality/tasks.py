@@ -116,7 +116,8 @@ class Task:
 # ---- the model under a policy ---------------------------------------------------------------------------------------
 
 _RATIOS = {
-    "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
+    "dropped_share": ("num_dropped_pairs", "num_topk_pairs"),
+    "rerouted_share": ("num_rerouted_pairs", "num_topk_pairs"),
     "retained_mass_topk": ("mass", "topk_mass"),
     "experts_per_token": ("num_pairs", "num_tokens"),
 }

@@ -40,7 +40,7 @@ _UNKNOWN_ROUTERS = {
     "bias_vl": "a selection bias for images",
     "num_fused_shared_experts": "shared experts fused into the routed ones",
 }
-COUNTS = ("steps", "tokens", "pairs", "dropped", "own_mass", "mass", "own_activated", "activated")
+COUNTS = ("steps", "tokens", "pairs", "dropped", "rerouted", "own_mass", "mass", "own_activated", "activated")
 
 
 def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: int, **told: Any) -> MoELayer:
@@ -138,12 +138,15 @@ class StepRouter:
 
     def _count(self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor) -> None:
         acting_T1 = acts_T.unsqueeze(1)
+        missing_T, added_T = (own_TE & ~map_TE).sum(dim=1), (map_TE & ~own_TE).sum(dim=1)
+        rerouted_T = torch.minimum(missing_T, added_T)
         self.counts_LC[place] += torch.stack(
             [
                 acts_T.any(),
                 acts_T.sum(),
                 (own_TE & acting_T1).sum(),
-                (own_TE & ~map_TE).sum(),
+                (missing_T - rerouted_T).sum(),
+                rerouted_T.sum(),
                 (scores_TE * (own_TE & acting_T1)).sum(dtype=torch.float64),
                 (scores_TE * (map_TE & acting_T1)).sum(dtype=torch.float64),
                 own_TE.any(dim=0).sum() * acts_T.any(),
@@ -156,11 +159,13 @@ class StepRouter:
         count = dict(zip(COUNTS, self.counts_LC.sum(dim=0).tolist(), strict=True))
         # Tokens and steps pass through every layer.
         tokens, steps = (count[name] / len(self.layers) for name in ("tokens", "steps"))
+        pairs, steps_of_all = max(count["pairs"], 1), max(count["steps"], 1)
         return (
             f"all layers: {tokens:,.0f} tokens, {count['dropped']:,.0f} of {count['pairs']:,.0f} top-k pairs dropped "
-            f"({count['dropped'] / max(count['pairs'], 1):.2%}), {count['mass'] / (count['own_mass'] or 1):.4f} of the "
-            f"top-k's mass kept, {count['activated'] / max(count['steps'], 1):.1f} experts activated a layer and step "
-            f"({count['own_activated'] / max(count['steps'], 1):.1f} by top-k) in {steps:,.0f} steps"
+            f"({count['dropped'] / pairs:.2%}), {count['rerouted']:,.0f} rerouted ({count['rerouted'] / pairs:.2%}), "
+            f"{count['mass'] / (count['own_mass'] or 1):.4f} of the top-k's mass kept, "
+            f"{count['activated'] / steps_of_all:.1f} experts activated a layer and step "
+            f"({count['own_activated'] / steps_of_all:.1f} by top-k) in {steps:,.0f} steps"
         )
 
 

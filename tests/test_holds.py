@@ -18,7 +18,7 @@ from virtual_time import HandClock
 
 from moe_ep_bench.analysis.store import paced
 from moe_ep_bench.bench import measured_ranks
-from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+from moe_ep_bench.bench.measured_ranks import MeasuredRanks, VirtualRanks
 from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.schema import HOST, HOST_BUSY, SM_CLOCK, TOTAL, UNACCOUNTED
@@ -305,6 +305,20 @@ def test_the_last_rounds_of_each_virtual_rank_count(monkeypatch: pytest.MonkeyPa
     last = range(measure.fewest_rounds)[-3:]
     expected = [[[(name, rank, number) for number in last] for rank in range(2)] for name in ("native", "topk")]
     assert ranks.times(routed, lambda case_id: None) == expected
+
+
+def test_virtual_ranks_compute_on_what_a_layers_norm_gives() -> None:
+    """Numbers of one sign change fewer bits, and draw less power, than hidden states do."""
+    ranks = VirtualRanks.__new__(VirtualRanks)
+    ranks._buffers, ranks._generator = {}, torch.Generator().manual_seed(1)
+    rows_ND = ranks._buffer(1000, torch.empty(0, 64, dtype=torch.bfloat16)).float()
+    weights_N = ranks._buffer(1000, torch.empty(0))
+    assert rows_ND.shape == (1000, 64)
+    assert abs(float(rows_ND.mean())) < 0.02
+    assert float(rows_ND.square().mean()) == pytest.approx(1, abs=0.02)
+    assert 0 <= float(weights_N.min()) < 0.05 < 0.95 < float(weights_N.max()) < 1
+    again = ranks._buffer(10, torch.empty(0, 64, dtype=torch.bfloat16))
+    assert torch.equal(again.float(), rows_ND[:10]), "kept from run to run"
 
 
 def test_the_peak_of_memory_is_that_of_a_comparison_and_not_of_what_came_before(

@@ -34,6 +34,7 @@ from moe_ep_bench.layer.experts import (
     DTYPES,
     HIDDEN,
     ROUTED,
+    ROWS,
     DenseReference,
     ExpertWeights,
     expert_weights,
@@ -104,6 +105,7 @@ class VirtualRanks:
         self.checks_counts = True
         self._weights_of = cache(self._make_weights)
         self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._generator = seeded_generator(self.stack.device, self.stack.seed, ROWS)
         self._kept: dict[tuple[int | None, int], list[tuple[Tensor, ...] | None]] | None = None
         self._layer: int | None = None
         self._step = 0
@@ -211,10 +213,16 @@ class VirtualRanks:
         return self._buffer(sum(incoming), sent)
 
     def _buffer(self, num_rows: int, like: Tensor) -> Tensor:
-        """Rows of random values, kept from run to run and grown when there are too few."""
+        """Rows of random values, kept from run to run and grown when there are too few.
+
+        Hidden states as a layer's norm gives them, of both signs and a mean square of 1: a GPU's power, and so its
+        clock, depends on the bits that change. Routing weights lie between 0 and 1.
+        """
         kind = like.shape[1:], like.dtype
         if kind not in self._buffers or len(self._buffers[kind]) < num_rows:
-            self._buffers[kind] = torch.rand((num_rows, *like.shape[1:]), device=like.device).to(like.dtype)
+            draw, generator = torch.randn if like.ndim > 1 else torch.rand, self._generator
+            shape = num_rows, *like.shape[1:]
+            self._buffers[kind] = draw(shape, dtype=like.dtype, device=like.device, generator=generator)
         return self._buffers[kind][:num_rows]
 
 

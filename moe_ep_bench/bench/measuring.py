@@ -37,7 +37,7 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import is_of_peers, reason_of, split_reason
-from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_breakdowns, warm_up
+from moe_ep_bench.timing.protocol import UNCOUNTED, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import clock_for
 
 
@@ -148,7 +148,8 @@ class Measurement(Session):
         """Run the measuring loop, and say what this rank's machine did meanwhile."""
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         steps = plan(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
-        self.samples = Samples(self.timed, steps, columns_of(self.comparison))
+        counted = [step for step in steps if step.kind != UNCOUNTED]
+        self.samples = Samples(self.timed, counted, columns_of(self.comparison))
         with watched_machine(self.device, self.ceilings) as here, self.watch.recorder.clock.watched():
             measure(self.timed, steps, self.job.begin, self.samples.add)
         if self.meet.size > 1:

@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states and policies.
 ROUTED, SHARED, GATE = 0, 1, 2
-HIDDEN, DRAWS = 10, 11
+HIDDEN, DRAWS, ROWS = 10, 11, 12
 # Of a whole model: layers' seeds, weights outside of MoE layers, token ids, cached keys and values.
 DEPTH, REST, TOKENS, CACHE = 20, 21, 22, 23
 

@@ -198,6 +198,8 @@ virtual few-tokens 40 --set workload.tokens_per_rank=64
 # Native against native, unaccounted time and probe overhead, of layers at true size.
 step run 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
+# Are cases that take turns as fast as each is alone, on a GPU that is warm with it?
+show back-to-back 70 "$python" benchmarks/back_to_back.py --out "$out" $rehearse
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 # What the GPU takes of each case, and the host with and without waiting for it.

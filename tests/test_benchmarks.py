@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from virtual_time import HandClock
 
 from moe_ep_bench.config.files import experiments_of
 from moe_ep_bench.models import load_model
@@ -50,6 +55,51 @@ def test_the_traffics_of_what_loses_nothing_are_configs(monkeypatch: pytest.Monk
         sweep = values.pop("sweep")
         num_layers = len(sweep.get("workload.layer", [0]))
         assert len(experiments_of(Path(name), values, sweep)) == num_layers, name
+
+
+def test_back_to_back_a_case_takes_what_it_takes_once_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ran = HandClock(), []
+
+    class Heating:
+        case_id = "case"
+
+        @contextlib.contextmanager
+        def ready(self, batch: int) -> Iterator[Callable[[], None]]:
+            def run() -> None:
+                ran.append(batch)
+                clock.now += 100 if clock.now < 1e6 else 150 if batch else 170
+
+            yield run
+
+    back_to_back = program(monkeypatch, "back_to_back")
+    monkeypatch.setattr(back_to_back.time, "perf_counter", lambda: clock.now / 1e6)
+    monkeypatch.setattr(clock, "held_mhz", lambda: 1234.0)
+    assert back_to_back.measured_alone(Heating(), 3, clock, 2.0) == (150, 1234.0)
+    assert ran[:6] == [0, 1, 2, 0, 1, 2]
+    count = len(ran)
+    assert back_to_back.measured_alone(Heating(), 3, clock, 0.0)[0] == 150
+    assert len(ran) - count == 6, "each batch twice at least, of which one counts"
+
+
+@pytest.mark.seam
+def test_cases_are_timed_back_to_back_beside_their_turns(tmp_path: Path) -> None:
+    tiny = ["model.scale=0.0078125", "workload.num_tokens=32", "measure.iterations=1", "policies=[{name: topk}]"]
+    command = [sys.executable, ROOT / "benchmarks" / "back_to_back.py", "--rehearse", "--out", tmp_path]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *(f"--set={change}" for change in tiny)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    table = pd.read_csv(tmp_path / "back_to_back.csv").set_index("case")
+    assert list(table.index) == ["native", "native again", "topk", "native, balanced scores"]
+    assert (table[["in_turns_us", "alone_us"]] > 0).all(axis=None)
+    assert table.loc["native", ["in_turns_speedup", "alone_speedup"]].eq(1).all()
+    assert table["time_difference"].equals(table["alone_us"] / table["in_turns_us"] - 1)
+    assert "back to back speedups are" in done.stdout
 
 
 @pytest.mark.seam

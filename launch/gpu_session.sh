@@ -121,6 +121,16 @@ summary() {
   [ -n "$rehearse" ] || nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.max.sm --format=csv,noheader || true
 } >>"$out/provenance.txt"
 
+# Sizes follow the estimate of memory (moe_ep_bench/models/memory.py), of which a step may take four fifths of a GPU;
+# tests/test_gpu_session.py holds all steps to it. The paper's tokens of Mixtral take 164 GB.
+most_tokens=524288
+memory_mib=$([ -n "$rehearse" ] || nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1 || true)
+for needed_gib in 191 96 48; do
+  [ "${memory_mib:-81559}" -ge $((needed_gib * 1024)) ] || most_tokens=$((most_tokens / 2))
+done
+[ "$most_tokens" = 524288 ] || echo "mixtral-paper-size: $most_tokens tokens a rank, as the paper's 524288 do not fit" \
+  "${memory_mib:-81559} MiB" >>"$out/provenance.txt"
+
 module=("$python" -m moe_ep_bench)
 small=()      # of decode steps
 tiny=()       # of emulated layers
@@ -218,7 +228,7 @@ show policies-quick 100 "$python" benchmarks/policies.py --gpu --quick --out "$o
 table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
-emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
+emulate emulate mixtral-paper-size 120 --set "workload.tokens_per_rank=$most_tokens" --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'
 for name in run decode-graph; do step "$name-figures" 30 "$python" plot_results.py "$out/$name"; done

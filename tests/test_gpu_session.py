@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.cli import make_parser
 from moe_ep_bench.config.files import load_experiments
 
@@ -54,9 +55,16 @@ class Session:
         python.write_text(PYTHON.format(folder=folder))
         python.chmod(0o755)
 
+    def has_gpu_of(self, memory_mib: int) -> None:
+        stand_in = self.folder / "bin" / "nvidia-smi"
+        stand_in.parent.mkdir()
+        stand_in.write_text(f"#!/bin/bash\necho {memory_mib}\n")
+        stand_in.chmod(0o755)
+
     def start(self, *options: str, rehearse: bool = True) -> subprocess.Popen:
         command = ["bash", SCRIPT, self.out, *options, *["--rehearse"] * rehearse]
-        environment = {**os.environ, "VENV": str(self.folder / "venv")}
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        environment = {**os.environ, "VENV": str(self.folder / "venv"), "PATH": path}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
     def run(self, *options: str, rehearse: bool = True) -> tuple[int, str, int]:
@@ -106,6 +114,37 @@ def test_on_a_gpu_every_step_is_a_command_with_a_config_that_holds_there(session
         assert load_experiments(SCRIPT.parents[1] / options.config, options.overrides, on_cpu=False)
     assert session.summary() in printed
     assert re.fullmatch(r"[\w-]+: done in \d+ s", session.summary().splitlines()[-1])
+
+
+# Of a GPU's memory that a step's layers may take by the estimate, which leaves out what libraries and inputs take.
+MOST_OF_MEMORY = 0.8
+
+
+@pytest.mark.parametrize(("memory_mib", "paper_size"), [(81_559, 131_072), (143_771, 262_144), (196_608, 524_288)])
+def test_every_step_fits_the_memory_of_the_gpu_that_is_there(
+    memory_mib: int, paper_size: int, session: Session
+) -> None:
+    """Mixtral at the paper's size takes 164 GB of an H100's 80; then it is halved, and the summary says so."""
+    session.has_gpu_of(memory_mib)
+    status, printed, _ = session.run(rehearse=False)
+    assert status == 0, printed
+    taken_gb: dict[str, float] = {}
+    for call in session.calls():
+        if call[:2] == ["-m", "moe_ep_bench"] and call[3].startswith("configs/"):
+            options = make_parser().parse_args(call[2:])
+            is_virtual = call[2] == "emulate" or "emulate.device=measured" in options.overrides
+            for one in load_experiments(SCRIPT.parents[1] / options.config, options.overrides, on_cpu=False):
+                num_ranks = one.layer.ep_size if is_virtual else 1
+                built = 0 if one.scope == "layer" else one.whole.num_layers
+                footprint = served(one).footprint(num_ranks, num_ranks, built)
+                taken_gb[options.out.name] = max(taken_gb.get(options.out.name, 0), sum(footprint.values()) / 1e9)
+                if options.out.name == "mixtral-paper-size":
+                    assert one.workload.tokens_per_rank == paper_size
+    assert len(taken_gb) > 12
+    allowed_gb = MOST_OF_MEMORY * memory_mib * 2**20 / 1e9
+    assert {name: size for name, size in taken_gb.items() if size > allowed_gb} == {}
+    assert taken_gb["mixtral-paper-size"] > allowed_gb / 2 or paper_size == 524_288, "as large as it can be"
+    assert (f"{paper_size} tokens a rank, as the paper's 524288 do not fit" in printed) == (paper_size < 524_288)
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:

@@ -36,9 +36,12 @@ def _is_of(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _has_mask(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    indices = args[1] if isinstance(args[1], tuple) else args[1:]
-    masks = (one.dtype in (torch.bool, torch.uint8) for one in indices if isinstance(one, Tensor))
-    return any(masks) and _is_of(device, args, kwargs)
+    if type(args[1]) in (int, slice):
+        return False
+    for index in args[1] if type(args[1]) is tuple else args[1:]:
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            return _is_of(device, args, kwargs)
+    return False
 
 
 def _counts_rows(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -48,10 +51,10 @@ def _counts_rows(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _crosses(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``Tensor.to`` goes from the device or to it and the host sees to that."""
-    targets = [one for one in (*args[1:], kwargs.get("device")) if isinstance(one, str | torch.device)]
-    if not targets or kwargs.get("non_blocking"):
+    target = args[1] if len(args) > 1 else kwargs.get("device")
+    if not isinstance(target, str | torch.device) or kwargs.get("non_blocking"):
         return False
-    here, there = args[0].device.type, torch.device(targets[0]).type
+    here, there = args[0].device.type, torch.device(target).type
     return here != there and device in (here, there)
 
 

@@ -57,6 +57,16 @@ WARM = (
 )
 
 
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Recordings beside the repository; CI must have them."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "traces"
+    if not folder.is_dir():
+        assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{folder} is missing"
+        pytest.skip("no recorded traces in ../shared/traces")
+    return folder
+
+
 def _wants_gpu(config: pytest.Config) -> bool:
     return config.getoption("-m").strip() == "gpu"
 

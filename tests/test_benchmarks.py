@@ -21,6 +21,7 @@ from virtual_time import HandClock
 from moe_ep_bench.config.files import experiments_of
 from moe_ep_bench.models import load_model
 from moe_ep_bench.timing.device import Ceilings
+from moe_ep_bench.workload.targets import Skews
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +101,24 @@ def test_cases_are_timed_back_to_back_beside_their_turns(tmp_path: Path) -> None
     assert table.loc["native", ["in_turns_speedup", "alone_speedup"]].eq(1).all()
     assert table["time_difference"].equals(table["alone_us"] / table["in_turns_us"] - 1)
     assert "back to back speedups are" in done.stdout
+
+
+def test_skews_are_those_of_the_recordings(monkeypatch: pytest.MonkeyPatch, traces: Path) -> None:
+    """Each shipped skew that was fitted has the recording's numbers, to the digits that its file gives."""
+    skews = program(monkeypatch, "skews")
+    by_model: dict[str, list[Any]] = {}
+    for preset, domain in skews.domains(traces):
+        by_model.setdefault(preset, []).append(domain)
+    assert by_model.keys() == {"deepseek-v2-lite", "gpt-oss-20b", "mixtral-8x7b", "olmoe-1b-7b"}
+    for preset, found in by_model.items():
+        fitted = skews.rounded(skews.skews_of(preset, found))
+        named = {**{name: one for name, one in fitted.items() if name != "domains"}, **fitted.get("domains", {})}
+        shipped = Skews.named(preset).by_name()
+        for name, numbers in named.items():
+            numbers.pop("where")
+            ours = shipped[name].model_dump(mode="json", exclude_none=True, include=set(numbers))
+            assert ours == numbers, (preset, name)
+        assert shipped.keys() - named.keys() <= {"single_domain", "worst_layer"}
 
 
 @pytest.mark.seam

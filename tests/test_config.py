@@ -82,17 +82,21 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
         assert workload.get("rank_load") is None or config.targets("deepseek-v2-lite", 1)["rank_load"] is None
         return config.targets("deepseek-v2-lite", 2 if workload.get("rank_load") else None)
 
-    assert targets()["peak_load"] == 4.6
-    assert targets()["rank_load"] == {"ep_size": 8, "load": 1.51}
+    assert targets()["peak_load"] == 3.587
+    assert targets()["rank_load"] == {"ep_size": 8, "load": 1.606}
     assert targets(peak_load=3.0)["peak_load"] == 3.0
     assert targets(peak_load=None)["peak_load"] is None
     assert targets(rank_load=None)["rank_load"] is None
+    # Cuts are of the skew's own peak load, and what they leave on the fullest rank of its own rank load.
+    assert [cut["rank_load"] for cut in targets()["cuts"]] == [0.9123, 1.225]
+    assert "cuts" not in targets(peak_load=3.0)
+    assert [cut["rank_load"] for cut in targets(rank_load=1.2)["cuts"]] == [None, None]
     assert targets(rank_load=1.2)["rank_load"] == {"ep_size": 2, "load": 1.2}
     assert targets(sequence_length=1)["neighbour_overlap"] is None
-    assert targets()["topk_share"] == 0.37
+    assert targets()["topk_share"] == 0.4159
     # A skew's numbers are part of what is measured.
     named = comparison(tmp_path, workload={"skew": "mixed"})
-    assert named.definition["workload"]["peak_load"] == 3.3
+    assert named.definition["workload"]["peak_load"] == 2.983
     assert named.comparison_id != comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0}).comparison_id
 
 
@@ -125,7 +129,7 @@ LATENT = {
     [
         ({"hf_config": "config.json"}, {}, "model: expected routed experts of the layer's own width where layers run"),
         ({"preset": "nemotron-3-super"}, {}, "model: expected gated experts where layers run; plain ones are"),
-        ({**SHAPE, "num_experts": 64}, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
+        ({**SHAPE, "num_experts": 64}, {"skew": "mixed"}, r"workload\.skew: expected none for a model that is"),
         # Megatron-Core would route it otherwise.
         ({**SHAPE, "score_function": "sigmoid", "normalize": False}, {}, "sigmoid weights to be normalised, .* false"),
     ],

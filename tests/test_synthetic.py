@@ -21,10 +21,11 @@ from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.workload import solving
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
-from moe_ep_bench.workload.targets import SKEWS, Skews
+from moe_ep_bench.workload.targets import Skews, loads_after_cut
 
 few_examples = settings(max_examples=15)
 
@@ -149,16 +150,20 @@ def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length)
     assert peak(loads(batch, 6)) == pytest.approx(3.0, rel=0.011)
 
 
-@pytest.mark.parametrize("name", SKEWS)
-@pytest.mark.parametrize("preset", Skews.names())
-def test_shipped_skews_are_met_to_two_percent(preset, name):
+SHIPPED = [(preset, name) for preset in Skews.names() for name in Skews.named(preset).by_name()]
+
+
+@pytest.mark.parametrize(("preset", "name"), SHIPPED)
+def test_shipped_skews_are_met_to_two_percent(preset: str, name: str) -> None:
+    """Cuts too: what capacities drop, and what they leave on the fullest rank."""
     model = ModelSpec.named(preset)
-    targets = getattr(Skews.named(preset), name).targets()
-    ranks = targets.pop("rank_load", None)
+    targets = Skews.named(preset).by_name()[name].targets()
+    ranks, cuts = targets.pop("rank_load", None), targets.pop("cuts", ())
     sizes = {key: getattr(model, key) for key in ("num_experts", "top_k", "num_groups", "top_groups")}
     workload = SyntheticWorkload(
         **sizes, **targets, num_tokens=8192, num_batches=1, sequence_length=128, seed=0,
         rank_load=ranks and (ranks["ep_size"], ranks["load"]),
+        cuts=tuple((cut["capacity_factor"], cut["dropped_share"], cut.get("rank_load")) for cut in cuts),
     )  # fmt: skip
     batch = workload.batch(0)
     map_TE = top_k_map(batch.scores_TE, workload.selection)
@@ -172,6 +177,42 @@ def test_shipped_skews_are_met_to_two_percent(preset, name):
     assert {key: achieved[key] for key in targets} == pytest.approx(targets, rel=0.02)
     if ranks:
         assert peak(load_E, ranks["ep_size"]) == pytest.approx(ranks["load"], rel=0.02)
+    for cut in cuts:
+        dropped, kept = cut_by_hand(load_E.tolist(), cut["capacity_factor"], ranks["ep_size"] if ranks else 1)
+        assert dropped == pytest.approx(cut["dropped_share"], rel=0.02, abs=1e-3)
+        assert "rank_load" not in cut or kept == pytest.approx(cut["rank_load"], rel=0.02)
+
+
+def cut_by_hand(load_E: list[int], factor: float, num_ranks: int) -> tuple[float, float]:
+    """What a capacity drops of all pairs and leaves on the fullest rank over the mean before it, expert by expert."""
+    capacity, total = factor * sum(load_E) / len(load_E), sum(load_E)
+    kept_R = [0.0] * num_ranks
+    for expert, load in enumerate(load_E):
+        kept_R[expert * num_ranks // len(load_E)] += min(load, capacity)
+    return 1 - sum(kept_R) / total, max(kept_R) * num_ranks / total
+
+
+def test_cuts_are_counted_as_by_hand() -> None:
+    load_E = np.random.default_rng(0).integers(1, 100, 24)
+    for factor, num_ranks in ((0.5, 1), (1.0, 8), (1.5, 4), (9.0, 2)):
+        assert loads_after_cut(load_E, factor, num_ranks) == pytest.approx(
+            cut_by_hand(load_E.tolist(), factor, num_ranks)
+        )
+
+
+@pytest.mark.parametrize(("seed", "num_experts"), [(0, 64), (1, 128), (2, 256)])
+def test_a_profile_has_the_numbers_that_it_was_made_for(seed: int, num_experts: int) -> None:
+    drawn_E = np.random.default_rng(seed).lognormal(sigma=0.7, size=num_experts)
+    peak_load, dropped = drawn_E.max() / drawn_E.mean(), {f: loads_after_cut(drawn_E, f, 1)[0] for f in (1.0, 1.5)}
+    load_E = solving.load_profile(num_experts, peak_load, dropped)
+    assert (np.diff(load_E) <= 0).all()
+    assert load_E.min() > 0
+    assert load_E.max() == pytest.approx(peak_load, rel=1e-6)
+    assert {f: loads_after_cut(load_E, f, 1)[0] for f in dropped} == pytest.approx(dropped, rel=5e-3)
+    wanted = {f: loads_after_cut(drawn_E, f, 4)[1] for f in (np.inf, 1.0, 1.5)}
+    placed_E = solving.place_for_cuts(load_E, 4, wanted, np.random.default_rng(3))
+    assert sorted(placed_E) == sorted(load_E)
+    assert {f: loads_after_cut(placed_E, f, 4)[1] for f in wanted} == pytest.approx(wanted, rel=0.02)
 
 
 # What cannot be
@@ -188,13 +229,15 @@ def test_shipped_skews_are_met_to_two_percent(preset, name):
         ({"neighbour_overlap": 6.0}, "neighbour_overlap", "6"),
         ({"neighbour_overlap": 2.0, "sequence_length": 1}, "neighbour_overlap", "1"),
         ({"rank_load": (8, 4.0)}, "rank_load", "4"),
+        ({"cuts": ((1.0, 0.01, None), (1.5, 0.001, None))}, "cuts", "0.01 at 1"),
+        ({"cuts": ((1.0, 0.3, 3.0), (1.5, 0.15, 1.0)), "rank_load": (8, 1.5)}, "rank_load, cuts", "%"),
         ({"rank_load": (7, 1.5)}, "rank_load", "7"),
         ({"rank_load": (8, 9.0)}, "rank_load", "9"),
         ({"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2}, "rank_load", "4 groups"),
     ],
 )
 def test_targets_that_cannot_be_met_name_the_key_and_the_value(changes, key, got):
-    with pytest.raises(ValueError, match=f"^{key}: expected [^\n]*{got}[^\n]*$"):
+    with pytest.raises(ValueError, match=f"^{key}: (expected|no) [^\n]*{got}[^\n]*$"):
         synthetic(**changes).batch(0)
 
 

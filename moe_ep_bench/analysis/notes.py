@@ -16,7 +16,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.facts import Conditions, TimedFacts
+from moe_ep_bench.facts import ComparisonFacts, Conditions, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -104,6 +104,11 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", _by_chance(one, ok)),
         (
+            "one layer stands for {}, whose fullest ranks have {:.2f} to {:.2f} (median {:.2f}) times what a cut at "
+            "capacity factor 1 leaves of them",
+            _layers_of_skew(facts),
+        ),
+        (
             "busy experts stand on ranks at random, in one draw here: others gain otherwise (sweep workload.seed)",
             _is_one_draw(one, rows),
         ),
@@ -114,6 +119,15 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
             is_assumed,
         ),
     ]
+
+
+def _layers_of_skew(facts: ComparisonFacts) -> tuple[int, float, float, float] | None:
+    """How far the layers differ that a named skew stands for: their number; least, greatest and median relief."""
+    layers = (facts.workload.skew or {}).get("layers")
+    if layers is None:
+        return None
+    least, median, greatest = layers["relief"]
+    return layers["num_layers"], least, greatest, median
 
 
 def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:

@@ -263,4 +263,5 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None
-        return SyntheticWorkload(**shape, **targets, rank_load=rank_load, or_chance=or_chance)
+        cuts = tuple(tuple(cut.values()) for cut in targets.pop("cuts", ()))
+        return SyntheticWorkload(**shape, **targets, rank_load=rank_load, cuts=cuts, or_chance=or_chance)

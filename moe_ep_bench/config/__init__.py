@@ -21,7 +21,7 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
-from moe_ep_bench.workload.targets import PATTERNS, SKEWS, TARGETS, Skew, layer_loads, load_skew
+from moe_ep_bench.workload.targets import PATTERNS, TARGETS, Skew, layer_loads, load_skew
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
@@ -109,8 +109,9 @@ class _Workload(Strict):
 class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
-    skew: Literal[(*SKEWS, *PATTERNS)] | None = None
-    """Targets calibrated to the model (data/skews/), or another benchmark's pattern."""
+    skew: str | None = None
+    """Targets calibrated to the model (data/skews/: mixed, single_domain, worst_layer, or a domain), or another
+    benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts as JSON, in place of ``skew``."""
     layer: int | None = Field(None, ge=0)
@@ -166,10 +167,15 @@ class SyntheticConfig(_Workload):
             if self.sequence_length == 1:
                 targets["neighbour_overlap"] = None  # No token has neighbours.
         targets |= given
+        # What is given beside a skew wins: a skew's cuts are of its own peak load, and of its own fullest rank.
+        if "peak_load" in given:
+            targets.pop("cuts", None)
         if self.skew_from is not None and self.layer is not None:
             targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
         if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:
             targets["rank_load"] = None
+        if "cuts" in targets and (targets["rank_load"] is None or "rank_load" in given):
+            targets["cuts"] = tuple({**cut, "rank_load": None} for cut in targets["cuts"])
         return targets
 
     def calibration(self, preset: str | None) -> Skew:
@@ -447,6 +453,9 @@ class Experiment(SweepPoint):
                     policy.check_model(model.num_experts, model.top_k)
         for number in range(len(self.claims)):
             self.claimed_policies(number)
+        if isinstance(self.workload, SyntheticConfig) and self.workload.skew not in (None, *PATTERNS):
+            with naming("workload", joint="."):
+                self.workload.calibration(self.model.preset)
         return self
 
     @property

@@ -52,6 +52,7 @@ class Stream(IntEnum):
     SEQUENCES = 2
     TAIL = 3
     HOT_RANK = 5
+    PLACES = 6
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:

@@ -27,6 +27,13 @@ _SHARE_TOLERANCE, _COPYING_TOLERANCE = 1e-4, 2e-3
 # The sharpness: from flat scores to one-hot ones, beyond float32 in any case.
 _LEAST_SHARPNESS, _GREATEST_SHARPNESS = 1e-4, 1e4
 _GREATEST_STRENGTH = 1e6
+# Of the capacity factors of ``cuts``, the one that is the mean load: what is above it is what lies below.
+_MEAN = 1.0
+# Of a profile: the load that the coldest expert lacks, and how loads below the mean fall, as recordings have it; and
+# how steeply those above it may fall.
+_MOST_LACKING, _USUAL_FALL, _FALLS = 0.98, 0.8, (0.05, 40.0)
+# Places of experts: starts, and exchanges tried from each.
+_STARTS, _EXCHANGES = 24, 6000
 # Rounds of solving for every expert's load; and log odds that no noise outweighs.
 _MOST_ROUNDS, _NEVER = 50, 60.0
 # Neighbours that copy with a greater probability are equal.
@@ -183,6 +190,101 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     least = load_E[packed(np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
     raise UserError(
         f"rank_load: expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, got {target:g}"
+    )
+
+
+def load_profile(num_experts: int, peak_load: float, dropped: dict[float, float]) -> NDArray[np.float64]:
+    """Loads of experts over the mean, descending, which have a peak and lose given shares at two capacities.
+
+    Above the mean stand the peak and loads that fall to it as a power; below it, loads that fall to almost nothing as
+    another. For each number of experts above the mean the two powers follow from the shares; of these numbers the one
+    counts whose loads below the mean fall as recorded ones do.
+
+    Args:
+        dropped: share of the pairs above a capacity, by capacity factor: that of 1, and another above 1.
+
+    Returns:
+        float64 [E], mean 1.
+
+    Raises:
+        ValueError: no such profile has these numbers.
+    """
+    (other, wanted), excess = next(cut for cut in dropped.items() if cut[0] != _MEAN), num_experts * dropped[_MEAN]
+    rest = excess - (peak_load - 1)
+    found: list[tuple[float, NDArray[np.float64]]] = []
+    for num_above in range(2, num_experts):
+        above_N = 1 - np.arange(num_above - 1) / (num_above - 1)
+        lacking_N = (np.arange(num_experts - num_above) + 0.5) / (num_experts - num_above)
+
+        def excesses(fall: float, above_N: NDArray[np.float64] = above_N) -> NDArray[np.float64]:
+            return np.concatenate([[peak_load - 1], rest * above_N**fall / (above_N**fall).sum()])
+
+        def above_other(fall: float, excesses: Callable[[float], NDArray[np.float64]] = excesses) -> float:
+            return float(np.maximum(excesses(fall) - (other - 1), 0).sum()) / num_experts
+
+        def lacking(fall: float, lacking_N: NDArray[np.float64] = lacking_N) -> float:
+            return -_MOST_LACKING * float((lacking_N**fall).sum())
+
+        least, most = above_other(_FALLS[0]), above_other(_FALLS[1])
+        if rest < 0 or not least * (1 - TOLERANCE) <= wanted <= most * (1 + TOLERANCE) or lacking(0.0) > -excess:
+            continue
+        excess_N = excesses(root(above_other, wanted, *_FALLS, 1e-4 * wanted + 1e-9))
+        if excess_N.max() > peak_load - 1 + 1e-9:
+            continue
+        fall = root(lacking, -excess, 0.0, 200.0, 1e-6 * num_experts)
+        profile_E = np.concatenate([1 + excess_N, 1 - _MOST_LACKING * lacking_N**fall])
+        found.append((abs(math.log((fall + 0.05) / _USUAL_FALL)), profile_E))
+    if not found:
+        shares = ", ".join(f"{share:g} at {factor:g}" for factor, share in dropped.items())
+        raise UserError(f"cuts: no loads with a peak load of {peak_load:g} lose these shares: {shares}")
+    profile_E = min(found, key=lambda one: one[0])[1]
+    return profile_E / profile_E.mean()
+
+
+def place_for_cuts(
+    load_E: NDArray[np.float64], num_ranks: int, rank_loads: dict[float, float], random: np.random.Generator
+) -> NDArray[np.float64]:
+    """Place loads on contiguous ranks so that the fullest rank has given loads, before and after cuts.
+
+    Experts that are drawn change places wherever that brings the fullest rank nearer to what is wanted.
+
+    Args:
+        load_E: over the mean.
+        rank_loads: of the fullest rank over the mean, by capacity factor; ``inf`` = before any cut.
+
+    Returns:
+        The loads in their places, float64 [E].
+
+    Raises:
+        ValueError: no start comes within ``RANK_LOAD_TOLERANCE``; the message says how near.
+    """
+    per_rank = len(load_E) // num_ranks
+    kept_CE = np.minimum(load_E, np.array(list(rank_loads))[:, None]) / per_rank
+    wanted_C = np.array(list(rank_loads.values()))
+
+    def misses(kept_CR: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.abs(kept_CR.max(axis=1) / wanted_C - 1)
+
+    nearest = np.inf
+    for _ in range(_STARTS):
+        place_E = random.permutation(len(load_E))
+        kept_CR = kept_CE[:, place_E].reshape(len(wanted_C), num_ranks, per_rank).sum(axis=2)
+        miss_C = misses(kept_CR)
+        for here, there in random.integers(len(load_E), size=(_EXCHANGES, 2)).tolist():
+            if miss_C.max() <= RANK_LOAD_TOLERANCE / 2:
+                break
+            change_C = kept_CE[:, place_E[there]] - kept_CE[:, place_E[here]]
+            after_CR = kept_CR.copy()
+            after_CR[:, here // per_rank] += change_C
+            after_CR[:, there // per_rank] -= change_C
+            if ((after_C := misses(after_CR)) ** 2).sum() < (miss_C**2).sum():
+                place_E[[here, there]] = place_E[[there, here]]
+                kept_CR, miss_C = after_CR, after_C
+        nearest = min(nearest, miss_C.max())
+        if miss_C.max() <= RANK_LOAD_TOLERANCE:
+            return load_E[place_E]
+    raise UserError(
+        f"rank_load, cuts: no places of the experts come nearer than {nearest:.1%} to the fullest rank's loads"
     )
 
 

@@ -7,6 +7,8 @@ target has a number of the recipe to itself (``solving``), so they are met one a
 
 * *peak load*, the busiest expert's load over the mean: the strength of popularity; every batch
 * *expert loads*, as they were counted: each expert's log odds, in place of popularity; every batch
+* *cuts*, what capacities drop and leave on the fullest rank: loads that have these numbers and the peak load
+  (``solving.load_profile``, ``place_for_cuts``), met as expert loads are; which expert has which load is drawn
 * *rank load*, the fullest rank's load over the mean: which experts share that rank; on batch 0
 * *neighbour overlap*, how many experts adjacent tokens of a sequence share: the copying; on batch 0
 * *top-k share* of the score mass: the sharpness, which leaves every choice as it is; every batch
@@ -29,6 +31,7 @@ Shapes: T = tokens of all ranks, E = experts, K = top_k.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -71,6 +74,8 @@ class SyntheticWorkload(Workload):
         num_tokens: tokens in a batch, all ranks together.
         expert_loads: of each expert in its place, in relation to each other; in place of any other skew.
         rank_load: (number of contiguous ranks, load of the fullest over the mean).
+        cuts: what Token Drop leaves of the loads, all ranks' tokens together: (capacity factor, dropped share, load of
+            the fullest rank over the mean before the cut); with a peak load, one of factor 1 and one above it.
         pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
 
@@ -88,6 +93,7 @@ class SyntheticWorkload(Workload):
     peak_load: float | None = None
     rank_load: tuple[int, float] | None = None
     expert_loads: tuple[float, ...] | None = None
+    cuts: tuple[tuple[float, float, float | None], ...] = ()
     topk_share: float | None = None
     neighbour_overlap: float | None = None
     pattern: str | None = None
@@ -148,7 +154,7 @@ class SyntheticWorkload(Workload):
         """Make noise of the expert at each index, in chunks; an expert takes its noise along to its place."""
         rule = {"sequence_length": self.sequence_length, "copying": self._copying}
         for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts, **rule):
-            yield noise_TE if self.rank_load is None else np.take(noise_TE, self._placement, axis=1)
+            yield noise_TE if self._wanted_loads is not None or self.rank_load is None else noise_TE[:, self._placement]
 
     # ---- what holds for all batches, solved on batch 0 ---------------------------------------------------------------
 
@@ -156,6 +162,23 @@ class SyntheticWorkload(Workload):
     def _popularity(self) -> NDArray[np.float64]:
         """Standard normal numbers, float64 [E], which say how much each expert is wanted, before it has its place."""
         return generator(self.seed, Stream.POPULARITY).normal(size=self.num_experts)
+
+    @cached_property
+    def _wanted_loads(self) -> NDArray[np.float64] | None:
+        """Loads of the experts in their places, in relation to each other: float64 [E]; None = by popularity."""
+        if self.expert_loads is not None:
+            return np.array(self.expert_loads)
+        if not self.cuts or self.peak_load is None:
+            return None
+        load_E = solving.load_profile(
+            self.num_experts, self.peak_load, {factor: share for factor, share, _ in self.cuts}
+        )
+        random = generator(self.seed, Stream.PLACES)
+        if self.rank_load is None:
+            return random.permutation(load_E)
+        num_ranks, load = self.rank_load
+        after = {factor: kept for factor, _, kept in self.cuts if kept is not None}
+        return solving.place_for_cuts(load_E, num_ranks, {math.inf: load} | after, random)
 
     @cached_property
     def _copying(self) -> float:
@@ -210,7 +233,9 @@ class SyntheticWorkload(Workload):
         if index in self._recipes:
             return self._recipes[index]
         noise = list(self._noise(index, [self._solved_part(self.num_tokens)]))
-        popularity_E, sharpness = self._popularity[self._placement], 1.0
+        popularity_E, sharpness = self._popularity, 1.0
+        if self._wanted_loads is None:
+            popularity_E = popularity_E[self._placement]
         # How sharp scores are has no part in choosing experts, except where groups of them are compared by score.
         for _ in range(1 if self.num_groups is None or self.topk_share is None else _ROUNDS_WITH_GROUPS):
             bias_E = self._bias(noise, popularity_E, sharpness)
@@ -228,9 +253,8 @@ class SyntheticWorkload(Workload):
             return expert_loads(noise, bias_E, self.selection, sharpness)
 
         num_tokens = sum(map(len, noise))
-        if self.expert_loads is not None:
-            total = num_tokens * self.top_k / sum(self.expert_loads)
-            return solving.solve_loads(loads, np.array(self.expert_loads) * total)
+        if self._wanted_loads is not None:
+            return solving.solve_loads(loads, self._wanted_loads * (num_tokens * self.top_k / self._wanted_loads.sum()))
         if self.peak_load is None:
             return np.zeros(self.num_experts)
         most = self.num_experts / self.top_k
@@ -246,6 +270,7 @@ class SyntheticWorkload(Workload):
             "peak load": self.peak_load,
             "experts' loads": None if self.expert_loads is None else "as counted",
             "rank load": rank_load,
+            **{f"dropped at factor {factor:g}": f"{share:.1%}" for factor, share, _ in self.cuts},
             "top-k share": self.topk_share,
             "neighbour overlap": self.neighbour_overlap,
         }
@@ -266,6 +291,7 @@ class SyntheticWorkload(Workload):
             return {"pattern": self.pattern}
         asked = {name: getattr(self, name) for name in ("topk_share", "neighbour_overlap")}
         asked["rank_load"] = None if self.rank_load is None else {str(self.rank_load[0]): self.rank_load[1]}
+        asked["cuts"] = {f"{factor:g}": [share, kept] for factor, share, kept in self.cuts} or None
         asked["expert_loads"] = None if self.expert_loads is None else list(self.expert_loads)
         return {"peak_load": self.peak_load, **{name: value for name, value in asked.items() if value is not None}}
 

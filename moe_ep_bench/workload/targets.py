@@ -1,10 +1,14 @@
 """Targets of synthetic traffic: skews of real models by name, and counts of how often each expert was chosen.
 
-A file of data/skews/ belongs to the preset of the same name and holds three skews, each with what it was calibrated to:
+A file of data/skews/ belongs to the preset of the same name and holds skews, each with what it was calibrated to:
 
-``mixed``          traffic of several domains together, a layer of average skew
-``single_domain``  one domain, a layer of average skew
-``worst_layer``    one domain, the most skewed layer
+``mixed``          traffic of several domains together, its median layer
+``single_domain``  one domain, the median layer of all domains
+``worst_layer``    one domain, the layer with the greatest peak load
+``domains``        by name, each domain's median layer, where several were recorded
+
+*Median* is by relief: the fullest rank's load over what a cut at capacity factor 1 leaves of it, which bounds the gain
+of Token Drop. A skew has the numbers of that one layer, not means over layers; ``layers`` says how far layers differ.
 
 A synthetic workload calibrated to a recording is not a recording: it has the targets' numbers, and the
 rest of its shape is the generator's.
@@ -20,15 +24,15 @@ Shapes: L = layers, E = experts.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, did_you_mean
 from moe_ep_bench.files import read_json
 from moe_ep_bench.presets import Preset, Strict
 
@@ -44,48 +48,119 @@ class RankLoad(Strict):
     """Load of the fullest of them, over the mean."""
 
 
+class Cut(Strict):
+    """What Token Drop leaves of a layer's loads, all ranks' tokens together."""
+
+    capacity_factor: float = Field(gt=0)
+    """Capacity over the mean load."""
+    dropped_share: float = Field(ge=0, lt=1)
+    """Share of the pairs above it."""
+    rank_load: float | None = Field(None, gt=0)
+    """What the fullest of ``Skew.rank_load.ep_size`` ranks keeps, over the mean before the cut."""
+
+
+class Layers(Strict):
+    """How far the layers differ that a skew stands for."""
+
+    num_layers: int = Field(ge=1)
+    """Layers, of each domain."""
+    relief: tuple[float, float, float]
+    """Least, median and greatest load of the fullest rank over what a cut at factor 1 leaves of it."""
+
+
 class Skew(Strict):
     """Targets for ``SyntheticWorkload``; None = not known, left to the generator."""
 
     basis: Literal["recorded", "published", "assumed"]
     """What the numbers were taken from: a recording of this model, a publication on it, or another model's."""
     source: str
+    of: str | None = None
+    """Whose numbers these are, where they are another model's."""
     peak_load: float = Field(ge=1)
     rank_load: RankLoad | None = None
     topk_share: float | None = Field(None, gt=0, lt=1)
     neighbour_overlap: float | None = Field(None, gt=0)
-
-    @property
-    def of(self) -> str | None:
-        """Whose numbers these are, where they are another model's: the source begins "as MODEL"."""
-        return re.split("[;,]", self.source.removeprefix("as "))[0] if self.source.startswith("as ") else None
+    cuts: tuple[Cut, ...] = ()
+    layers: Layers | None = None
 
     def targets(self) -> dict[str, Any]:
         """The targets that are known, by key of a synthetic workload."""
-        return self.model_dump(include=set(TARGETS), exclude_none=True)
+        found = self.model_dump(include={*TARGETS, "cuts"}, exclude_none=True)
+        return {name: value for name, value in found.items() if value != ()}
+
+    def taken_for(self, of: str, omit: Iterable[str]) -> Skew:
+        """The same as another model's: assumed, without what does not carry over."""
+        changed: dict[str, Any] = {"basis": "assumed", "of": of, **dict.fromkeys(omit)}
+        if "rank_load" in omit:
+            changed["cuts"] = tuple(cut.model_copy(update={"rank_load": None}) for cut in self.cuts)
+        return self.model_copy(update=changed)
+
+
+class Like(Strict):
+    """Another model whose skews stand in for one of which nothing is recorded."""
+
+    preset: str
+    name: str
+    """Of that model."""
+    because: str
+    omit: tuple[Literal["rank_load", "topk_share", "neighbour_overlap"], ...] = ()
+    """Targets that do not carry over."""
 
 
 class Skews(Preset):
-    """The file of one model."""
+    """The file of one model: its skews, or whose stand in for them."""
 
     FOLDER = "skews"
 
-    mixed: Skew
-    single_domain: Skew
-    worst_layer: Skew
+    like: Like | None = None
+    mixed: Skew | None = None
+    single_domain: Skew | None = None
+    worst_layer: Skew | None = None
+    domains: dict[str, Skew] = Field({})
+
+    @model_validator(mode="after")
+    def _check(self) -> Skews:
+        if (self.like is None) == (None in (self.mixed, self.single_domain, self.worst_layer)):
+            raise UserError(f"expected like, or each of {', '.join(SKEWS)}")
+        return self
+
+    def by_name(self) -> dict[str, Skew]:
+        """All skews by the name that a config gives."""
+        if self.like is not None:
+            others = Skews.named(self.like.preset).by_name()  # Their domains say nothing of this model.
+            return {name: others[name].taken_for(self.like.name, self.like.omit) for name in SKEWS}
+        return {name: getattr(self, name) for name in SKEWS} | self.domains
 
 
 TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
-SKEWS = tuple(Skews.model_fields)
+SKEWS = ("mixed", "single_domain", "worst_layer")
 # Another benchmark's patterns, of any model (``workload.synthetic``).
 PATTERNS = ("power_law_1.01", "power_law_1.2")
 
 
 def load_skew(preset: str, name: str) -> Skew:
-    """Load a skew of a preset's file. Raises ValueError: the model has no file."""
+    """Load a skew of a preset's file. Raises ValueError: the model has no file, or its file no such skew."""
     if preset not in Skews.names():
         raise UserError(f"there is no data/skews/{preset}.yaml to calibrate to; give peak_load and the like instead")
-    return getattr(Skews.named(preset), name)
+    known = Skews.named(preset).by_name()
+    if name not in known:
+        names = [*known, *PATTERNS]
+        raise UserError(
+            f"expected one of {', '.join(names)} for {preset}; got {brief(name)}{did_you_mean(name, names)}"
+        )
+    return known[name]
+
+
+def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int) -> tuple[float, float]:
+    """What a capacity leaves of a layer's loads: the dropped share, and the fullest of contiguous ranks over the mean.
+
+    Args:
+        load_E: of all ranks' tokens; a rank's share of the experts is E / num_ranks.
+        capacity_factor: ``inf`` = no cut.
+    """
+    relative_E = np.asarray(load_E, dtype=np.float64) / np.mean(load_E)
+    kept_E = np.minimum(relative_E, capacity_factor)
+    return 1 - float(kept_E.mean()), float(kept_E.reshape(num_ranks, -1).mean(axis=1).max())
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,12 @@ In brackets: values; default.
 """
 BESIDE = [
     ("sweep", "keys with lists", "", "Dotted keys with lists of values: a comparison for each combination."),
+    (
+        "sweep.recorded",
+        "list of keys with values",
+        "",
+        "Further sweeps, over recordings; those that are not there are left out, and named.",
+    ),
     ("on_cpu", "keys with values", "", "Dotted keys with values that hold on CPU ranks."),
 ]
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel
+from trace_files import write_trace
 
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.description import point_of
@@ -135,3 +136,54 @@ def test_an_experiment_knows_where_in_the_sweep_it_stands_and_its_ids_do_not(tmp
     path = write(tmp_path, {LINKS: ["h100-nvlink4", "mine.yaml"], EP_SIZE: [None]})
     described = [point_of(experiment) for experiment in load_experiments(path, on_cpu=True)]
     assert described == [{LINKS: "h100-nvlink4", EP_SIZE: None}, {LINKS: "mine.yaml", EP_SIZE: None}]
+
+
+# ---- recordings beside a sweep ---------------------------------------------------------------------------------------
+
+
+RECORDED = {
+    "model.preset": "deepseek-v2-lite",
+    "workload.trace": ["here.safetensors", "gone.safetensors"],
+    "workload.layer": "all",
+    "workload.tail": "popularity",
+}
+
+
+def recorded(folder: Path, *overrides: str, **entry: Any) -> list[Experiment]:
+    """Experiments of a config that sweeps synthetic seeds, and recordings of another number of layers beside them."""
+    write_trace(folder / "here.safetensors", num_experts=64, top_k=6, num_layers=3)
+    path = write(folder, {"workload.seed": [1, 2], "recorded": [{**RECORDED, **entry}]})
+    return load_experiments(path, overrides, on_cpu=True)
+
+
+def test_recordings_follow_a_sweep_layer_by_layer_and_a_missing_one_is_named(tmp_path: Path, capfd: Any) -> None:
+    experiments = recorded(tmp_path)
+    assert [one.workload.kind for one in experiments] == ["synthetic"] * 2 + ["recorded"] * 3
+    assert [one.workload.layer for one in experiments[2:]] == [0, 1, 2]
+    assert {one.workload.num_tokens for one in experiments} == {64}, "what both kinds have is shared"
+    trace = str(tmp_path / "here.safetensors")
+    assert experiments[3].point == (("workload.trace", trace), ("workload.layer", 1))
+    gone = tmp_path / "gone.safetensors"
+    said = f"moe-ep-bench: left out: {gone}: no such file (docs/workloads.md says how to fetch it)\n"
+    assert capfd.readouterr().err == said
+    assert recorded(tmp_path) == experiments
+    assert capfd.readouterr().err == "", "said once"
+    (tmp_path / "here.safetensors").unlink()
+    path = write(tmp_path, {"workload.seed": [1], "recorded": [RECORDED]})
+    assert [one.workload.kind for one in load_experiments(path, on_cpu=True)] == ["synthetic"]
+
+
+def test_an_override_holds_for_recordings_too_or_for_them_alone(tmp_path: Path) -> None:
+    def found(*overrides: str) -> list[Any]:
+        return [(one.workload.seed, getattr(one.workload, "layer", None)) for one in recorded(tmp_path, *overrides)]
+
+    assert found("sweep.workload.layer=[1]") == [(1, None), (2, None), (0, 1)]
+    assert found("workload.layer=2", "workload.seed=5") == [(5, None), (5, 2)]
+    assert found("sweep.recorded=[]") == [(1, None), (2, None)]
+    assert {one.workload.tail for one in recorded(tmp_path, "workload.tail=uniform")[2:]} == {"uniform"}
+
+
+@pytest.mark.parametrize("entry", [["a"], "a", {"workload.seed": 1}])
+def test_recordings_that_are_none_are_refused(entry: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.yaml: sweep\.recorded: expected a list of"):
+        load_experiments(write(tmp_path, {"recorded": entry}), on_cpu=True)

@@ -231,11 +231,13 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
             cell=lambda row: f"{_ours(row, 'least')} to {_ours(row, 'most')}" if row["least"] < row["most"] else NONE,
         ),
         text("traffic", "primary traffic"),
+        Column("draws", "draws", cell=_draws),
         *lost_columns(rows),
     ]
     notes = [
-        "ours: under the primary traffic, mean over draws; range: under all traffics; dropped, rerouted (in "
-        "sum missing): shares of the top-k pairs, in %; the largest disagreement comes first"
+        "ours: under the primary traffic, mean over draws; range: of these means under all traffics; draws: their "
+        "number, least and greatest, a draw being a seed or a recorded layer; dropped, rerouted (in sum missing): "
+        "shares of the top-k pairs, in %; the largest disagreement comes first"
     ]
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
@@ -246,6 +248,13 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
 
 def _ours(row: Row, column: str) -> str:
     return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
+
+
+def _draws(row: Row) -> str:
+    """How many there are of the primary traffic, and how far they differ."""
+    if row["draws"] < 2:
+        return NONE
+    return f"{row['draws']}: {_ours(row, 'ours_low')} to {_ours(row, 'ours_high')}"
 
 
 def _difference(row: Row) -> str:

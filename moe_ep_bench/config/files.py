@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_ep_bench.config import Experiment, SweepPoint
+from moe_ep_bench.config import Experiment, RecordedConfig, SweepPoint
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
@@ -47,9 +50,17 @@ def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> 
 
 def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
     """One experiment per point of a config's sweep; ``path`` is named in errors."""
-    if isinstance(raw.get("workload"), dict):
-        _sweep_layers(path, raw, sweep)
-    return _points(path, Experiment, raw, sweep)
+    recorded = sweep.pop(RECORDED, None) or []
+    if not isinstance(recorded, list) or not all(isinstance(one, dict) for one in recorded):
+        raise UserError(f"{path}: sweep.{RECORDED}: expected a list of dotted keys with values, got {brief(recorded)}")
+    experiments = []
+    for values, own in ((raw, sweep), *(_of_recordings(path, raw, one) for one in recorded)):
+        if own.get(_TRACE) == []:
+            continue  # None of them is there.
+        if isinstance(values.get("workload"), dict):
+            _sweep_layers(path, values, own)
+        experiments += _points(path, Experiment, values, own)
+    return experiments
 
 
 # ---- the file and its overrides --------------------------------------------------------------------------------------
@@ -98,16 +109,30 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
 def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, folder: Path, where: str) -> None:
     """Set the value of a dotted key, which ends its sweep, or the values of ``sweep.KEY``."""
     swept = key.removeprefix("sweep.")
+    further = [one for one in sweep.get(RECORDED) or () if isinstance(one, dict) and swept in one]
     if swept == "on_cpu":
         raise UserError(f"{where}: on_cpu stands in the file alone; set its keys one by one, as KEY=value")
     if swept == "sweep":
         raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
     value = _resolved(value, swept, folder)
+    for one in further:
+        one[swept] = value
+    if further and swept not in sweep and not _is_set(raw, swept):
+        return  # It is a key of recordings alone.
     if key != swept:
         sweep[swept] = value
     else:
         _put(raw, key, value, where)
         sweep.pop(key, None)
+
+
+def _is_set(raw: dict[str, Any], dotted: str) -> bool:
+    value: Any = raw
+    for part in dotted.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _resolved(value: Any, key: str, folder: Path) -> Any:
@@ -130,6 +155,48 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
         inner[int(last) if isinstance(inner, list) else last] = value
     except (AttributeError, IndexError, TypeError, ValueError):
         raise UserError(f"{where}: {dotted}: the config has no such place") from None
+
+
+# ---- recordings beside a sweep ---------------------------------------------------------------------------------------
+
+# Key of a sweep: a list of further sweeps over recordings, whose points follow. They are of files that a user fetches,
+# so that those that are not there are left out, and named.
+RECORDED = "recorded"
+_TRACE = "workload.trace"
+
+
+def _of_recordings(path: Path, raw: dict[str, Any], keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's values and its sweep for one entry of ``sweep.recorded``; a sweep of no recording where none is there.
+
+    What is synthetic alone goes; a list is swept, any other value is the same at all points.
+    """
+    values, sweep = copy.deepcopy(raw), {}
+    shared = RecordedConfig.model_fields.keys()
+    workload = values.get("workload") or {}
+    values["workload"] = {key: value for key, value in workload.items() if key in shared} | {"kind": "recorded"}
+    for key, value in keys.items():
+        if isinstance(value, list):
+            sweep[key] = value
+        else:
+            _put(values, str(key), value, f"{path}: sweep.{RECORDED}")
+    traces = sweep.get(_TRACE) or [values["workload"].get("trace")]
+    sweep[_TRACE] = [trace for trace in traces if not _missing(trace)]
+    return values, sweep
+
+
+def _missing(trace: Any) -> list[str]:
+    """Recordings of one point that are not there, each named once."""
+    names = [name for name in (trace if isinstance(trace, list) else [trace]) if isinstance(name, str)]
+    missing = [name for name in names if not Path(name).is_file()]
+    for name in missing:
+        _say_left_out(name)
+    return missing
+
+
+@cache
+def _say_left_out(name: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"moe-ep-bench: left out: {name}: no such file (docs/workloads.md says how to fetch it)", file=sys.stderr)
 
 
 # ---- points of the sweep ---------------------------------------------------------------------------------------------

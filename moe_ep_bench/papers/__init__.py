@@ -190,7 +190,7 @@ class Paper(Strict):
         version: which text they were read in.
         hardware: of items that name none.
         note: what the items do not hold, and why.
-        primary: the first that fits an item and a model counts.
+        primary: the first that fits an item and a model, and that the config has, counts.
         uncompared: all that was measured, and that no claim is about.
     """
 

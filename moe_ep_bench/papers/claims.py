@@ -114,13 +114,13 @@ class Claim(Strict):
         ends = (None if "below" in bounds else min(values), None if "above" in bounds else max(values))
         return self.model_copy(update={"paper": ends})
 
-    def primary(self) -> Primary | None:
-        """The traffic that was chosen for the item beforehand."""
+    def primaries(self) -> list[Primary]:
+        """Traffics that were chosen for the item beforehand; the first that a config has counts."""
         if self.published is None:
-            return None
+            return []
         item, model = self.published["item"], self.published.get("model")
         chosen = load(str(self.published["paper"])).primary
-        return next((one for one in chosen if item in (one.items or (item,)) and one.model in (None, model)), None)
+        return [one for one in chosen if item in (one.items or (item,)) and one.model in (None, model)]
 
 
 def _as_metric(metric: str, number: Number) -> float:

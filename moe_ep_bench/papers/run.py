@@ -1,7 +1,8 @@
 """Emulate or run a config's layers or models, and write which case each of its claims is about.
 
-A claim is about all points of the config's sweep that it names. Those that differ only in ``workload.skew`` or
-``workload.peak_load`` stand side by side; those that differ in ``workload.seed`` are draws of one, whose mean counts.
+A claim is about all points of the config's sweep that it names. Those that differ only in their traffic stand side by
+side: ``workload.skew`` and ``workload.peak_load``, and recordings beside both. Those that differ in ``workload.seed``
+are draws of one, and so are the layers of recordings; their mean counts.
 The result is ``claims.json`` beside the results, a row per claim, policy and comparison; ``analysis.papers`` sets the
 papers' numbers beside ours.
 """
@@ -16,14 +17,15 @@ from typing import Any
 from moe_ep_bench.bench.comparison import BASELINE, POLICY, RANKS, REPLICATION, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate, launch
-from moe_ep_bench.config import Experiment, SyntheticConfig
+from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import stable_hash, write_json
+from moe_ep_bench.papers import Primary
 from moe_ep_bench.papers.claims import Claim, claims_path
 
 # Keys in which comparisons that stand side by side may differ.
-_TRAFFIC = ("workload.skew", "workload.peak_load", "workload.seed")
+_TRAFFIC = ("workload.skew", "workload.peak_load", "workload.seed", "workload.trace", "workload.layer")
 
 
 def run_claims(
@@ -60,11 +62,13 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     experiment = comparisons[0].experiment
     rows: list[dict[str, Any]] = []
     number, unmet = 0, []
+    swept = {key: None for comparison in comparisons for key, _ in comparison.experiment.point}
+    beside = [key for key in swept if key not in _TRAFFIC]
     for place, claim in enumerate(experiment.claims):
         alike: dict[str, list[Comparison]] = {}
         for comparison in comparisons:
             if _is_at(comparison.experiment, claim, place):
-                alike.setdefault(stable_hash(_beside_traffic(comparison)), []).append(comparison)
+                alike.setdefault(stable_hash(_setting(comparison, beside)), []).append(comparison)
         unmet.append(", ".join(f"{key} {value}" for key, value in claim.where.items()))
         if not alike:
             print(f"moe-ep-bench: left out: {claim.source}: no comparison has {unmet[-1]}", file=sys.stderr)
@@ -75,7 +79,7 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
                 except ValueError as problem:
                     raise UserError(f"claims.{place}.{problem}") from None
                 number += 1
-                rows += _rows(number, resolved, policy, versus, group)
+                rows += _rows(number, resolved, policy, versus, group, [] if claim.where else beside)
     if not rows:
         wanted = "; ".join(dict.fromkeys(unmet))
         raise UserError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
@@ -83,10 +87,15 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def _rows(
-    number: int, claim: Claim, policy: Any, versus: Any, comparisons: list[Comparison]
+    number: int, claim: Claim, policy: Any, versus: Any, comparisons: list[Comparison], setting: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Of one claim of one policy (None: native), at comparisons that differ in their traffic alone."""
-    primary = claim.primary()
+    """Of one claim of one policy (None: native), at comparisons that differ in their traffic alone.
+
+    Args:
+        setting: keys that tell the claim's place in the sweep.
+    """
+    chosen = (one for one in claim.primaries() if any(_has(comparison, one) for comparison in comparisons))
+    primary = next(chosen, None)
     for comparison in comparisons:
         listed = (case for case in comparison.cases if case.role in (POLICY, REPLICATION, BASELINE))
         cases = {case.rule: case.case_id for case in listed}
@@ -100,17 +109,24 @@ def _rows(
             "versus_id": cases[versus] if versus else None,
             "policy": policy.label if policy else "native",
             "versus": versus.label if versus else None,
-            "setting": {} if claim.where else _beside_traffic(comparison),
-            "traffic": skew or comparison.traffic,
-            "primary": primary is not None
-            and all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items()),
+            "setting": _setting(comparison, setting),
+            "traffic": "recorded" if isinstance(workload, RecordedConfig) else skew or comparison.traffic,
+            "primary": primary is not None and _has(comparison, primary),
             "primary_because": primary and primary.why,
         }
 
 
-def _beside_traffic(comparison: Comparison) -> dict[str, Any]:
+def _has(comparison: Comparison, primary: Primary) -> bool:
+    """Whether a comparison's traffic is the one that was chosen beforehand."""
+    try:
+        return all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items())
+    except KeyError:  # Of another kind of traffic.
+        return False
+
+
+def _setting(comparison: Comparison, keys: Sequence[str]) -> dict[str, Any]:
     """The place of a comparison in the sweep, apart from its traffic."""
-    return {key: value for key, value in comparison.experiment.point if key not in _TRAFFIC}
+    return {key: _value(comparison.experiment, key) for key in keys}
 
 
 def _is_at(experiment: Experiment, claim: Claim, place: int) -> bool:

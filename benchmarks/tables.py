@@ -46,9 +46,8 @@ LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
-# Rows of an expert at which the share of the arithmetic is fitted. Between frameworks whose kernels differ it may fall
-# where none of theirs does, and make twice the rows take 2.4 times as long: a fall by more than this is none.
-KNOTS, MOST_FALL = (1, 8, 32, 128, 512, 2048, 8192), 0.1
+# Rows of an expert at which the share of the arithmetic is fitted.
+KNOTS = (1, 8, 32, 128, 512, 2048, 8192)
 BANDS = ((0, 1, "<= 1"), (1, 8, "1 to 8"), (8, 64, "8 to 64"), (64, 512, "64 to 512"), (512, np.inf, "> 512"))
 
 
@@ -92,18 +91,22 @@ def fit_roofline(
     measured: ArrayLike,
     weights: ArrayLike = 1.0,
     smoothness: float = 0.0,
+    *,
+    may_fall: bool = True,
 ) -> Device:
     """Overhead, share of the memory bandwidth and shares of the arithmetic: least squares of log ratios, robust.
 
     Args:
         predict: times of the measured points by a device.
         weights: of each point's error.
+        may_fall: shares may fall as rows grow, as those of one device's kernels may under its power cap. Between
+            frameworks whose kernels differ they would fall where none of theirs does.
         smoothness: weight of the log ratio of neighbouring shares, beside the points' errors: settles those shares that
             no point shows, because memory binds there.
     """
 
     def made(figures: np.ndarray) -> Device:
-        shares = Curve.of(KNOTS, np.exp(figures[2:]))
+        shares = Curve.of(KNOTS, np.exp(figures[2:] if may_fall else np.maximum.accumulate(figures[2:])))
         update = {"overhead_us": float(np.exp(figures[0])), "memory_efficiency": float(np.exp(figures[1]))}
         return device.model_copy(update={**update, "arithmetic_efficiency": shares})
 
@@ -129,17 +132,8 @@ def fit_device(device: Device, rows: pd.DataFrame) -> Device:
     seen = rows[~rows["held"] & ((rows["ep_size"] == 1) | ~rows["framework"].str.startswith("sglang"))]
     weights = 1 / np.sqrt(seen.groupby("framework")["us"].transform("size").to_numpy())
     weights *= np.sqrt(len(seen))
-    fitted = fit_roofline(device, lambda made: predicted_us(made, seen), seen["us"], weights)
-    return without_falls(fitted) if seen["framework"].nunique() > 1 else fitted
-
-
-def without_falls(device: Device) -> Device:
-    """The device with shares of the arithmetic that fall by more than ``MOST_FALL`` held at the ones before."""
-    shares: list[float] = []
-    for _, share in device.arithmetic_efficiency.root:
-        falls = bool(shares) and share < (1 - MOST_FALL) * shares[-1]
-        shares.append(shares[-1] if falls else share)
-    return device.model_copy(update={"arithmetic_efficiency": Curve.of(KNOTS, shares)})
+    may_fall = seen["framework"].nunique() == 1
+    return fit_roofline(device, lambda made: predicted_us(made, seen), seen["us"], weights, may_fall=may_fall)
 
 
 def band(rows: pd.Series) -> pd.Series:

@@ -20,6 +20,7 @@ from moe_ep_bench.cost_model.devices import (
     ffn_work,
 )
 from moe_ep_bench.cost_model.links import Curve, Link, Links
+from moe_ep_bench.models import load_model
 
 ROOT = Path(__file__).parents[1]
 FIGURES = {
@@ -145,7 +146,39 @@ def test_measured_experts_are_fitted_to_the_points_that_are_kept(name: str) -> N
     figures = itertools.islice(fitted(points, Device.load(name)), 9)  # errors come after them
     fit = yaml.safe_load("\n".join(figures))
     stated = yaml.safe_load((Device.folder() / f"{name}.yaml").read_text())
+    shares = stated.pop("arithmetic_efficiency")
+    assert shares[:7] == fit.pop("arithmetic_efficiency")
     assert {key: stated[key] for key in fit} == fit
+    assert len(shares) == (8 if name.startswith("h100") else 7)
+
+
+def test_beyond_the_points_of_experts_alone_an_h100_has_the_share_of_its_layers() -> None:
+    """A rank's experts with 30,000 rows and more each: operations over measured time, all cases, ranks and batches."""
+    directory = ROOT / "results" / "reference" / "deepseek-v2-lite-h100-emulated"
+    samples, routed = (
+        pd.concat(map(pd.read_parquet, (directory / folder).glob("*.parquet"))) for folder in ("cases", "routing")
+    )
+    keys = ["case_id", "batch", "rank"]
+    us = samples[samples["phase"] == "experts"].groupby(keys)["time_us"].median()
+    load_R = routed.groupby(keys[:2])["load_R"].agg(lambda loads: np.stack(loads).sum(axis=0))
+    pairs = np.array([load_R[case, batch][rank] for case, batch, rank in us.index])
+    model, known = load_model("deepseek-v2-lite"), Device.load("h100-sxm-measured")
+    tflops = 6 * pairs * model.hidden_size * model.ffn_hidden_size / us.to_numpy() / 1e6
+    assert pairs.min() / 8 > 20_000
+    rows, share = known.arithmetic_efficiency.root[-1]
+    assert rows == 65_536 * 6 * 8 / 64
+    assert share == pytest.approx(np.median(tflops) / known.bf16_tflops, abs=5e-4)
+    assert np.abs(tflops / (share * known.bf16_tflops) - 1).max() < 0.04
+
+
+# On an A100 SGLang's kernels are the only ones of its tables; under its power cap an H100 has fewer clocks the longer
+# its products take.
+FALLING = ("a100-sxm-80gb", "h100-sxm-measured", "h200-sxm-measured")
+
+
+@pytest.mark.parametrize("name", [name for name in Device.names() if name not in FALLING])
+def test_the_share_of_the_arithmetic_does_not_fall_as_rows_grow(name: str) -> None:
+    assert (np.diff([share for _, share in Device.load(name).arithmetic_efficiency.root]) >= 0).all()
 
 
 MEASURED = ("h100-sxm", "h200-sxm")

@@ -94,7 +94,7 @@ def _rows(
     Args:
         setting: keys that tell the claim's place in the sweep.
     """
-    chosen = (one for one in claim.primaries() if any(_has(comparison, one) for comparison in comparisons))
+    chosen = (one for one in claim.primaries() if any(_has(each.experiment, one) for each in comparisons))
     primary = next(chosen, None)
     for comparison in comparisons:
         listed = (case for case in comparison.cases if case.role in (POLICY, REPLICATION, BASELINE))
@@ -111,15 +111,15 @@ def _rows(
             "versus": versus.label if versus else None,
             "setting": _setting(comparison, setting),
             "traffic": "recorded" if isinstance(workload, RecordedConfig) else skew or comparison.traffic,
-            "primary": primary is not None and _has(comparison, primary),
+            "primary": primary is not None and _has(comparison.experiment, primary),
             "primary_because": primary and primary.why,
         }
 
 
-def _has(comparison: Comparison, primary: Primary) -> bool:
-    """Whether a comparison's traffic is the one that was chosen beforehand."""
+def _has(experiment: Experiment, primary: Primary) -> bool:
+    """Whether a traffic is the one that was chosen beforehand."""
     try:
-        return all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items())
+        return all(str(_value(experiment, key)) == wanted for key, wanted in primary.at.items())
     except KeyError:  # Of another kind of traffic.
         return False
 

@@ -18,13 +18,13 @@ from virtual_time import HandClock
 
 from moe_ep_bench.analysis.store import paced
 from moe_ep_bench.bench import measured_ranks
-from moe_ep_bench.bench.measured_ranks import MeasuredRanks, VirtualRanks
+from moe_ep_bench.bench.measured_ranks import MeasuredRanks, RankCase, VirtualRanks
 from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.schema import HOST, HOST_BUSY, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import syncs
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import Step
+from moe_ep_bench.timing.protocol import PLAIN, Step
 from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch, timed
 
 
@@ -305,6 +305,21 @@ def test_the_last_rounds_of_each_virtual_rank_count(monkeypatch: pytest.MonkeyPa
     last = range(measure.fewest_rounds)[-3:]
     expected = [[[(name, rank, number) for number in last] for rank in range(2)] for name in ("native", "topk")]
     assert ranks.times(routed, lambda case_id: None) == expected
+
+
+def test_virtual_ranks_note_where_their_host_waits_unclocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first iteration, which does not count: torch looks at every operation for it."""
+    clock = HandClock()
+    monkeypatch.setattr(clock, "unseen", lambda: contextlib.nullcontext(["mine.py:7", "mine.py:7"]))
+    monkeypatch.setattr(RankCase, "ready", lambda *_: contextlib.nullcontext(lambda: None))
+    watch = Stopwatch(PhaseRecorder(clock), timer_module.no_meeting, None)
+    ranks: Any = SimpleNamespace(watch=watch, virtual=SimpleNamespace(), unclocked={})
+    router: Any = SimpleNamespace(case=SimpleNamespace(case_id="topk"))
+    case = RankCase(ranks, router, None, 0, {})
+    case.time(Step(0, 1, PLAIN))
+    assert ranks.unclocked == {}
+    case.time(Step(0, 0, PLAIN))
+    assert ranks.unclocked == {"topk": ["mine.py:7"]}
 
 
 def test_virtual_ranks_compute_on_what_a_layers_norm_gives() -> None:

@@ -166,7 +166,7 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
 
 
 def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(tmp_path):
-    def told(host_share: float) -> tuple[list[str], float, float]:
+    def told(host_share: float) -> tuple[list[str], float, float, float]:
         folder = write_run(
             tmp_path / str(host_share), [FakeComparison(cases=standard_cases()[2:], host_share=host_share)]
         )
@@ -176,10 +176,12 @@ def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(t
             [line.removeprefix("warning: ") for line in warnings(store)],
             native["median_ms"],
             native["host_bound_share"],
+            native["host_busy_ms"],
         )
 
-    nothing, device_ms, _ = told(0.97)
-    (line,), host_ms, share = told(1.25)
+    nothing, device_ms, _, busy_ms = told(0.97)
+    assert busy_ms == pytest.approx(0.97 * device_ms, rel=0.01)
+    (line,), host_ms, share, _ = told(1.25)
     assert nothing == []
     assert line.startswith("launch-bound: in up to 100.0 %")
     assert host_ms == pytest.approx(1.25 * device_ms)

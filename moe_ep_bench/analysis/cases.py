@@ -37,7 +37,7 @@ from moe_ep_bench.analysis.reduce import (
 )
 from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, load
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
-from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
+from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
     drift,
@@ -88,7 +88,8 @@ def cases(store: Store) -> pd.DataFrame:
     parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
     ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
     (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
-    that would be called; ``host_bound_share``; ``drift``; ``sm_clock_mhz``, of the slowest rank's GPU, median;
+    that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of the rank whose host takes longest, and
+    ``sm_clock_mhz``, of that whose GPU is slowest, medians;
     ``reduce.breakdown``; ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``,
     ``mean_rank_<part>_ms``.
     """
@@ -198,9 +199,13 @@ def _times(store: Store) -> pd.DataFrame:
     by_case = times_us["time_us"].groupby(level="case")
     quantiles = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
     is_bound = times_us["host_us"] >= times_us["time_us"]
-    clocks_mhz = store.samples.groupby(["case", "rank"])[SM_CLOCK].median().groupby(level="case").min()
+    beside = store.samples.set_index(["case", "rank"])[[HOST_BUSY, SM_CLOCK]].astype(float).dropna(how="all")
+    of_rank = beside.groupby(level=["case", "rank"]).median().groupby(level="case")
     return quantiles.assign(
-        host_bound_share=is_bound.groupby(level="case").mean(), drift=by_case.apply(drift), sm_clock_mhz=clocks_mhz
+        host_bound_share=is_bound.groupby(level="case").mean(),
+        drift=by_case.apply(drift),
+        host_busy_ms=of_rank[HOST_BUSY].max() / 1e3,
+        sm_clock_mhz=of_rank[SM_CLOCK].min(),
     )
 
 

@@ -242,6 +242,7 @@ class MeasuredRanks:
     Attributes:
         virtual: the layer or model, seen from one of them.
         watch: times them.
+        unclocked: by case id, where the host waits for the device and no clock sees it (``facts.Conditions``).
     """
 
     def __init__(self, comparison: Comparison, device: torch.device) -> None:
@@ -249,6 +250,7 @@ class MeasuredRanks:
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
         self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush, measure.hold_us)
+        self.unclocked: dict[str, list[str]] = {}
         self.virtual = VirtualRanks(builder(comparison, device), comparison.ep_size)
         most = comparison.most_tokens
         self._hidden = self._cache = None
@@ -322,10 +324,15 @@ class RankCase:
 
     def time(self, step: Step) -> RankTime:
         """One iteration; the first looks whether every layer's router sends what was announced, and waits for that."""
-        watch = self.ranks.watch
-        self.ranks.virtual.checks_counts = step.iteration == 0
-        with self.ready(step.batch, watch.recorder) as run:
+        watch, is_first = self.ranks.watch, step.iteration == 0
+        self.ranks.virtual.checks_counts = is_first
+        with (
+            self.ready(step.batch, watch.recorder) as run,
+            watch.recorder.clock.unseen() if is_first else contextlib.nullcontext([]) as places,
+        ):
             times = watch.time(self.case_id, run)
+        if places:
+            self.ranks.unclocked[self.case_id] = sorted({*self.ranks.unclocked.get(self.case_id, ()), *places})
         beside = {name: times[name] for name in BESIDE_TOTAL if name in times}
         return RankTime(*legs_of(watch.recorder.segments_us()), beside)
 

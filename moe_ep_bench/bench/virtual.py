@@ -201,6 +201,7 @@ class Emulation:
         with watched_machine(self.device, ceilings) as here, ranks.watch.recorder.clock.watched():
             self.time(ranks.times)
         return {
+            "unclocked": ranks.unclocked,
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
         }

@@ -128,7 +128,7 @@ memory_mib=$([ -n "$rehearse" ] || nvidia-smi --query-gpu=memory.total --format=
 for needed_gib in 191 96 48; do
   [ "${memory_mib:-81559}" -ge $((needed_gib * 1024)) ] || most_tokens=$((most_tokens / 2))
 done
-[ "$most_tokens" = 524288 ] || echo "mixtral-paper-size: $most_tokens tokens a rank, as the paper's 524288 do not fit" \
+[ "$most_tokens" = 524288 ] || [ -n "$rehearse" ] || echo "mixtral-paper-size: $most_tokens tokens a rank, as the paper's 524288 do not fit" \
   "${memory_mib:-81559} MiB" >>"$out/provenance.txt"
 
 module=("$python" -m moe_ep_bench)
@@ -190,7 +190,8 @@ waiting='import sys; from pathlib import Path; import pandas as pd
 for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
     rows = pd.read_parquet(path).query("phase == \"total\" and kind == \"plain\"")
     columns = ["time_us", "host_us", "host_busy_us", "sm_clock_mhz"]
-    print(*path.parts[-3::2], rows.groupby(["policy", "policy_params"])[columns].median().round(1).to_string(), sep="\n")'
+    case = (rows["policy"] + " " + rows["policy_params"]).str.slice(0, 60)
+    print(*path.parts[-3::2], rows.groupby(case)[columns].median().round(1).to_string(), sep="\n")'
 measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
 
 # What everything else rests on. Most of a test's time goes into compiling its kernels, on one core: so many at once.

@@ -156,6 +156,7 @@ emulate() {
   show "$name" "$limit" "${module[@]}" "$command" configs/papers/capacity-figure4.yaml --out "$out/$name" \
     --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 \
     --set measure.breakdown_iterations=0 --set workload.skew=single_domain --set 'sweep.workload.seed=[1]' \
+    --set 'sweep.recorded=[]' \
     "$@" "${tiny[@]}"
   # `emulate` has printed it.
   [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"

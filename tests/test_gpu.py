@@ -24,9 +24,9 @@ from moe_ep_bench.kernels.experts import (
 )
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import HOST, HOST_BUSY, LAYER_PHASES, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.device import measure_ceilings
-from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder
+from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder, timed
 
 pytestmark = pytest.mark.gpu
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
@@ -116,6 +116,29 @@ def test_events_measure_what_the_device_does(device: torch.device) -> None:
     assert times["experts"] > 10 * times["gate"] > 0
     assert times[TOTAL] == pytest.approx(times["experts"] + times["gate"] + times[UNACCOUNTED], abs=2)
     assert times[TOTAL] < elapsed_us
+
+
+def test_what_the_host_waits_for_the_gpu_is_clocked_and_the_hold_tells_the_gpus_clock(device: torch.device) -> None:
+    clock, values = CudaClock(), torch.zeros(8, device=device)
+    mask = torch.arange(8, device=device) > 3
+
+    def run() -> None:
+        torch.cuda._sleep(40_000_000)  # 20 ms at 2 GHz
+        values.sum().item()
+
+    with clock.watched():
+        run()
+        times = timed(run, PhaseRecorder(clock))
+        with clock.unseen() as seen:
+            run()
+        with clock.unseen() as unseen:
+            values[mask] = torch.ones(8, device=device)[:4]
+    assert times[TOTAL] > 15_000
+    assert times[HOST] > 15_000
+    assert times[HOST_BUSY] < 3_000
+    assert 300 < times[SM_CLOCK] < 4_000
+    assert seen == []
+    assert {place.partition(":")[0] for place in unseen} == {"test_gpu.py"}
 
 
 def test_ceilings_are_those_of_a_gpu(device: torch.device) -> None:

@@ -148,16 +148,14 @@ if [ -n "$rehearse" ]; then
     --set workload.skew=single_domain --set workload.num_batches=1)
 fi
 
-# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight. One draw of the
-# traffic that is shown first: making 524,288 tokens takes a core 20 s, and the config has twelve draws.
+# emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight. Of the traffics
+# single_domain alone, three draws of it where time allows: making 524,288 tokens takes a core 20 s.
 emulate() {
   local command=$1 name=$2 limit=$3
   shift 3
   show "$name" "$limit" "${module[@]}" "$command" configs/papers/capacity-figure4.yaml --out "$out/$name" \
     --set emulate.device=measured --set emulate.links=h100-nvlink4 --set measure.warmup=1 \
-    --set measure.breakdown_iterations=0 --set workload.skew=single_domain --set 'sweep.workload.seed=[1]' \
-    --set 'sweep.recorded=[]' \
-    "$@" "${tiny[@]}"
+    --set measure.breakdown_iterations=0 --set workload.skew=single_domain --set workload.num_batches=1 "$@" "${tiny[@]}"
   # `emulate` has printed it.
   [ "$command" = emulate ] || show "$name-table" 30 "${module[@]}" show "$out/$name"
 }
@@ -193,7 +191,12 @@ for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
     columns = ["time_us", "host_us", "host_busy_us", "sm_clock_mhz"]
     case = (rows["policy"] + " " + rows["policy_params"]).str.slice(0, 60)
     print(*path.parts[-3::2], rows.groupby(case)[columns].median().round(1).to_string(), sep="\n")'
-measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --set measure.iterations=3)
+measured=(--set workload.tokens_per_rank=65536 --set measure.iterations=3 --set 'sweep.recorded=[]')
+one_draw=(--set 'sweep.workload.seed=[1]')
+draws=(--set 'sweep.workload.seed=[1,2,3]')
+# Recorded layers that were named before any was measured, where recordings/ is there.
+recorded=(--set 'sweep.workload.layer=[3,9,15,21]' --set
+  'sweep.workload.trace=[recordings/deepseek-v2-lite-intent.safetensors,recordings/deepseek-v2-lite-summary.safetensors]')
 
 # What everything else rests on. Most of a test's time goes into compiling its kernels, on one core: so many at once.
 # NGC images set the variable; float32 must be float32 all the same.
@@ -222,15 +225,16 @@ decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.paddi
 table xshare-table4 100 "${bfloat16[@]}"
 table xshare-table3 100 "${bfloat16[@]}"
 table oea-table5 100 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
+emulate papers mixtral 150 "${measured[@]}" "${one_draw[@]}" --set model.preset=mixtral-8x7b
 show policies 240 "$python" benchmarks/policies.py --gpu --out "$out" $rehearse ${rehearse:+--rounds 1}
 # What a GPU has shown before.
 show device 260 "$python" benchmarks/device.py --out "$out" $rehearse
 show policies-quick 100 "$python" benchmarks/policies.py --gpu --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
-emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
-emulate emulate mixtral-paper-size 120 --set "workload.tokens_per_rank=$most_tokens" --set workload.num_batches=1 \
+emulate papers olmoe 180 "${measured[@]}" "${draws[@]}" --set model.preset=olmoe-1b-7b
+emulate papers deepseek-v2-lite 200 "${draws[@]}" "${recorded[@]}" --set workload.tokens_per_rank=16384 --set measure.iterations=3 \
+  --set model.preset=deepseek-v2-lite
+emulate emulate mixtral-paper-size 120 "${measured[@]}" "${one_draw[@]}" --set "workload.tokens_per_rank=$most_tokens" \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b \
   --set 'policies=[{name: token_drop, capacity_factor: 1.5}]' --set 'claims=[]'
 for name in run decode-graph; do step "$name-figures" 30 "$python" plot_results.py "$out/$name"; done

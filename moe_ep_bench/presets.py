@@ -28,6 +28,9 @@ from moe_ep_bench.policies import Policy, make_policy
 
 # Values of keys that take names too: a file of links or a device, or what a policy reads.
 NAMES_FILE = re.compile(r"\.(yaml|safetensors)$")
+# Bounds of whole numbers that have no other, so that a slip of the pen is a line and no endless plan: of sizes, of what
+# is done one after the other, and of seeds.
+MOST, MOST_RUNS, MOST_SEED = 2**31, 2**16, 2**63 - 1
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
 

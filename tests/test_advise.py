@@ -409,17 +409,21 @@ def test_a_config_becomes_a_question(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
-    with pytest.raises(ValueError, match=r"^layer.ep_size: does not fit: .* EP size on which it does is 32$"):
+    with pytest.raises(ValueError, match=r"^--ep: layer.ep_size: does not fit: .* EP size on which it does is 32$"):
         asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4)
     swept = ["--set", "sweep.layer.ep_size=[8, 32]"]  # the answer says where it does not
     asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4, *swept)
 
 
 def test_a_batch_that_no_rank_could_take_is_refused_before_anything_is_modelled() -> None:
-    with pytest.raises(
-        ValueError, match=r"^advise.yaml: workload.padding_per_rank: expected less than the 512 tokens "
-    ):
+    with pytest.raises(ValueError, match=r"^workload.padding_per_rank: expected less than the 512 tokens "):
         asked(*OLMOE, 4096, "--peak-load", 4, "--set", "workload.padding_per_rank=512")
+
+
+def test_a_device_that_is_measured_gives_way_to_a_modelled_one_in_a_sweep_too() -> None:
+    for swept, devices in (("[measured]", ["h100-sxm"]), ("[measured, h20]", ["h20"])):
+        question = asked(*QWEN, "--set", f"sweep.emulate.device={swept}")
+        assert yaml.safe_load(question.text)["sweep"]["emulate.device"] == devices
 
 
 def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None:

@@ -128,6 +128,14 @@ def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, pe
     assert any("in one draw here" in line for line in lines) == (peak_load is not None)
 
 
+def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
+    few, all_of_it = (FakeCase("token_drop", label=f"drop {part}", speedup=2.9, dropped=part) for part in (0.25, 1.0))
+    lines = lines_of(tmp_path, cases=[*standard_cases(), few, all_of_it])
+    assert [line for line in lines if "next to nothing" in line] == [
+        "warning: more than 95 % of the pairs are dropped, so that next to nothing is computed: drop 1.0"
+    ]
+
+
 @pytest.mark.parametrize("modelled", [False, True])
 @pytest.mark.parametrize("lost", [["dropped %"], ["drop %", "reroute %"]], ids=len)
 def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled, lost):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ import yaml
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments, override
 from moe_ep_bench.errors import USER_ERROR, UserError
+from moe_ep_bench.files import dump_yaml, parse_yaml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUN = CONFIGS.parent / "results" / "reference" / "quickstart-2cpu"
@@ -32,6 +35,19 @@ QUALITY = {
 CHANGES = {
     "workload.peak_load=true": "workload.peak_load: expected a valid number, got true",
     "workload.num_tokens=0": "workload.num_tokens: expected greater than or equal to 1, got 0",
+    **{
+        f"{key}={10**21}": f"{key.replace('l.n', 'l: n')}: expected less than or equal to {most}, got {10**21}"
+        for key, most in {
+            "workload.num_batches": 65536,
+            "workload.seed": 2**63 - 1,
+            "workload.sequence_length": 2**31,
+            "whole.context_length": 2**31,
+            "measure.iterations": 65536,
+        }.items()
+    },
+    f"model={{num_experts: {10**21}, top_k: 2, hidden_size: 8, ffn_hidden_size: 8}}": "num_experts: expected less",
+    "measure.flush_l2=on": "measure.flush_l2: expected a valid boolean, got 'on'",
+    "workload.num_batches=12:30": "workload.num_batches: expected a valid integer, got '12:30'",
     "model.tensor_parallel=5": "model: tensor_parallel: ",
     "workload.kind=random": "workload: expected 'kind' to be one of 'synthetic', 'recorded', got ",
     "workload.peek_load=3": "workload.peek_load: no such key; ",
@@ -72,6 +88,17 @@ RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
 ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --set emulate.links=h100-nvlink4"
 COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: invalid int value: '32k'",
+    "advise --model qwen3-30b-a3b --ep 8 --tokens 0 --peak-load 4": "bench: --tokens: workload.num_tokens: expected gr",
+    "advise --model qwen3-30b-a3b --ep 0 --tokens 64 --peak-load 4": "bench: --ep: layer.ep_size: expected greater tha",
+    "emulate CONFIG --set workload.num_batches=65536 --set measure.iterations=300": (
+        "expected at most 16777216 iterations in all, got 65536 batches of 302 iterations"
+    ),
+    "advise --model qwen3-30b-a3b --ep 16 --decode-tokens 8 --peak-load 4 --dry-run": (
+        "bench: --peak-load: workload: peak_load: expected 8 to 16 (what noise alone gives with 8 tokens, to experts"
+    ),
+    "emulate CONFIG --set workload.num_tokens=8 --set workload.peak_load=1 --dry-run": (
+        "config.yaml: workload: peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
+    ),
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
     ONE_NODE: "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), "
@@ -222,6 +249,30 @@ def test_a_config_without_a_name_has_its_files(file: str, name: str, tmp_path: P
 def test_a_date_is_text_and_a_power_of_ten_a_number(tmp_path: Path) -> None:
     (config,) = load_experiments(write(tmp_path), ["name=2026-01-31", "measure.timeout_s=1e3"], on_cpu=False)
     assert (config.name, config.measure.timeout_s) == ("2026-01-31", 1000.0)
+
+
+# By YAML 1.2's core schema, and not by YAML 1.1, whose words for true, dates and numbers in base 60 are text.
+TEXTS = ["on", "off", "yes", "no", "y", "2026-01-31", "12:30", "190:20:30", "1_000", "0b1", "=", "<<"]
+SCALARS = {"true": True, "False": False, "~": None, "null": None, "010": 10, "0o10": 8, "0x1F": 31, "+3": 3, "1e9": 1e9}
+SCALARS |= {"-1.5e-3": -0.0015, ".5": 0.5, "1.": 1.0, "-.inf": -math.inf, **{text: text for text in TEXTS}}
+
+
+def test_scalars_are_those_of_yaml_1_2_and_what_is_written_is_read_as_it_was() -> None:
+    assert parse_yaml("\n".join(f"{place}: {text}" for place, text in enumerate(SCALARS))) == dict(
+        enumerate(SCALARS.values())
+    )
+    written = [*SCALARS.values(), *SCALARS, 1e21, 1e-7, 5.0, "", "a: b", "- x"]
+    assert parse_yaml(dump_yaml(written)) == written
+
+
+def test_a_value_that_ends_as_a_file_is_a_path_where_a_key_takes_paths_alone(tmp_path: Path) -> None:
+    values = ["name=foo.yaml", "figures=[{x: k0, y: speedup_median, where: title == 'a.yaml'}]"]
+    (config,) = load_experiments(write(tmp_path), values, on_cpu=False)
+    assert (config.name, config.figures[0].where) == ("foo.yaml", "title == 'a.yaml'")
+    raw: dict[str, Any] = {"policies": [{"name": "sere"}], "emulate": {}}
+    override(raw, {}, ["emulate.links=my.yaml", "emulate.device=h20", "policies.0.similarity=alike.safetensors"])
+    assert raw["emulate"] == {"links": str(Path.cwd() / "my.yaml"), "device": "h20"}
+    assert raw["policies"] == [{"name": "sere", "similarity": str(Path.cwd() / "alike.safetensors")}]
 
 
 def test_the_beginning_of_a_name_that_ends_in_a_colon_is_text() -> None:

@@ -28,7 +28,14 @@ from moe_ep_bench.analysis.columns import (
     short_labels,
     text,
 )
-from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
+from moe_ep_bench.analysis.notes import (
+    FEW_BATCHES,
+    MODEL_CAVEAT,
+    MOST_DROPPED,
+    OVERSUBSCRIBED,
+    chance_words,
+    warnings,
+)
 from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import Bounds, Question
@@ -41,8 +48,6 @@ ADVICE = "advice.txt"
 # What a candidate is that may not be picked, in place of its verdict.
 OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
-# What drops more does next to nothing: at few tokens a capacity may come to no row at all.
-_MOST_DROPPED = 0.95
 # Shares are sums of float32.
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
@@ -63,7 +68,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["missing_share"].notna()]  # of one piece
-    rows = rows[~(rows["dropped_share"] > _MOST_DROPPED)]
+    rows = rows[~(rows["dropped_share"] > MOST_DROPPED)]
     rows = rows.set_index("case_id", drop=False).rename_axis(None)
     times = timings(store)
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]

@@ -17,6 +17,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure, case_rows
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
+from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
@@ -163,7 +164,7 @@ def pareto_rows(store: Store) -> pd.DataFrame:
     if rows.empty:
         return rows
     natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
-    rows = rows[~(rows["dropped_share"] > _MOST_DROPPED)]
+    rows = rows[~(rows["dropped_share"] > MOST_DROPPED)]
     relief = rows["facet"].map(natives.set_index("facet")["fullest_rank"]) / rows["fullest_rank"]
     batches = routing(store)
     most = batches.groupby(CASE)["kept_by_load"].mean().reindex(pd.MultiIndex.from_frame(rows[CASE]))
@@ -196,8 +197,6 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(**limits)
 
 
-# What drops more does next to nothing.
-_MOST_DROPPED = 0.95
 _COSTS = partial(series, height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2, shares=False)
 _OF_SPEED = partial(
     _COSTS,

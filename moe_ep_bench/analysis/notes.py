@@ -29,6 +29,8 @@ MAX_HOST_BOUND = 0.1
 MAX_CLOCK_DIFFERENCE = 0.01
 # Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
 MAX_DRIFT = 0.1
+# What drops more of the top-k pairs does next to nothing: at few tokens a capacity may come to no row at all.
+MOST_DROPPED = 0.95
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
 # Pairs of an expert, in the mean, of which chance alone makes a peak load of two.
@@ -285,11 +287,16 @@ def native_differs(noise: pd.DataFrame) -> bool:
 
 
 def _weak_scores(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
-    """Data of another model by which a policy decides, and scores that are modelled."""
+    """What does next to nothing, data of another model by which a policy decides, and scores that are modelled."""
     model, policies, tail = one.facts.model, _of(ok, "policy"), one.facts.workload.tail_model
     used = rows[["policy", "data_model"]].dropna().drop_duplicates().itertuples(index=False)
     looking = ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"])
+    idle = policies[policies["dropped_share"] > MOST_DROPPED]
     return [
+        (
+            f"more than {100 * MOST_DROPPED:.0f} % of the pairs are dropped, so that next to nothing is computed: {{}}",
+            ", ".join(idle["label"]),
+        ),
         (
             "data: {} decides by {}'s, not {}'s",
             [(policy, of, model) for policy, of in used if not is_same_model(of, model)],

@@ -37,6 +37,9 @@ from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import PATTERNS
 from moe_ep_bench.workload.trace import open_trace
 
+# Of so many scores in all a plan solves every batch.
+_FEW_SCORES = 2**21
+
 
 def plan(
     config: Path,
@@ -109,7 +112,7 @@ def plan_experiments(
 
 
 def compare(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
-    """Check that an experiment fits a backend, and open its workloads; no batch is made.
+    """Check that an experiment fits a backend, and open its workloads; no batch is made, but small ones are solved.
 
     Args:
         backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
@@ -146,7 +149,23 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.check_batches(experiment, comparison.ep_size, comparison.num_places, comparison.rank_tokens)
+    _solve_few(comparison)
     return comparison
+
+
+def _solve_few(comparison: Comparison) -> None:
+    """Solve all batches where they are small, so that noise may miss a target in any of them; quick, and all in numpy.
+
+    Raises:
+        ValueError: a batch cannot meet its targets.
+    """
+    num_batches, num_experts = comparison.workload.num_batches, comparison.model.num_experts
+    if comparison.num_tokens * num_experts * num_batches * len(comparison.workloads) <= _FEW_SCORES:
+        for workload in comparison.workloads.values():
+            if isinstance(workload, SyntheticWorkload):
+                with naming("workload"):
+                    for index in range(num_batches):
+                        workload.solve(index)
 
 
 def _try_out(comparison: Comparison) -> None:

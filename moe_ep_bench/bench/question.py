@@ -8,6 +8,7 @@ printed, before it is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -104,7 +105,27 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
         ValueError: one line: the option or the key, the value, what is allowed; also of a model that fits the device on
             none of the asked EP sizes.
     """
-    where = options.config or Path(CONFIG_NAME)
+    with _naming_flags(options):
+        return _asked(options, bounds, options.config or Path(CONFIG_NAME))
+
+
+@contextlib.contextmanager
+def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
+    """Without a config, name the flag that sets a key in place of the file in which it would stand."""
+    try:
+        yield
+    except UserError as problem:
+        if options.config is not None:
+            raise
+        words = str(problem).removeprefix(f"{CONFIG_NAME}: ")
+        keys = {"tokens": "workload.num_tokens", "decode_tokens": "workload.num_tokens", **_KEYS}
+        keys = {name: key for name, key in keys.items() if getattr(options, name) is not None}
+        own = [name for name, key in keys.items() if words.replace(": ", ".").startswith(f"{key}.")]
+        raise UserError("".join(f"--{name.replace('_', '-')}: " for name in own) + words) from None
+
+
+def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question:
+    """The question, ``where`` named in errors."""
     raw, sweep, notes = _of_flags(options) if options.config is None else _of_config(options)
     asked = experiments_of(where, *copy.deepcopy(({**raw, "policies": [{"name": "topk"}]}, sweep)))
     workloads = [experiment.workload for experiment in asked]
@@ -231,7 +252,8 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
     """Put a device and links into a config that has none."""
     raw["emulate"] = emulate = raw.get("emulate") or {}
     if "emulate.device" in sweep:
-        sweep["emulate.device"] = [device for device in sweep["emulate.device"] if device != MEASURED]
+        devices = [device for device in sweep["emulate.device"] if device != MEASURED]
+        sweep["emulate.device"] = devices or [DEVICE]
     elif emulate.get("device", MEASURED) == MEASURED:
         emulate["device"] = DEVICE
     if emulate.get("links") is None and "emulate.links" not in sweep:

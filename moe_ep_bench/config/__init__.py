@@ -20,7 +20,16 @@ from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
+from moe_ep_bench.presets import (
+    MOST,
+    MOST_RUNS,
+    MOST_SEED,
+    PolicyEntry,
+    Strict,
+    expand_policies,
+    unknown_key,
+    validated,
+)
 from moe_ep_bench.workload.targets import PATTERNS, TARGETS, Skew, layer_loads, load_skew
 
 # ``run.json`` has only the last part of a path.
@@ -53,7 +62,7 @@ class ModelConfig(Strict):
     """Hugging Face config.json, or its folder."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, le=MOST)
     """Ranks that share every expert; one shard runs, without all-reduce."""
 
     @model_validator(mode="after")
@@ -83,15 +92,15 @@ class ModelConfig(Strict):
 
 
 class _Workload(Strict):
-    tokens_per_rank: int | None = Field(None, ge=1, le=2**31)
+    tokens_per_rank: int | None = Field(None, ge=1, le=MOST)
     """Tokens of a rank, on average."""
-    num_tokens: int | None = Field(None, ge=1, le=2**31)
+    num_tokens: int | None = Field(None, ge=1, le=MOST)
     """Tokens of all ranks; this or tokens_per_rank."""
-    num_batches: int = Field(10, ge=1)
+    num_batches: int = Field(10, ge=1, le=MOST_RUNS)
     """Batches; intervals need ten."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the batches."""
-    padding_per_rank: int = Field(0, ge=0)
+    padding_per_rank: int = Field(0, ge=0, le=MOST)
     """Padding tokens of a rank, which ``native`` alone computes."""
     image_share: float | None = Field(None, ge=0, le=1)
     """Share of image tokens, for policies with a ``modality``."""
@@ -114,11 +123,11 @@ class SyntheticConfig(_Workload):
     benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts as JSON, in place of ``skew``."""
-    layer: int | None = Field(None, ge=0)
+    layer: int | None = Field(None, ge=0, le=MOST)
     """Layer of ``skew_from``, or ``all``: a comparison each."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean."""
-    sequence_length: int = Field(128, ge=1)
+    sequence_length: int = Field(128, ge=1, le=MOST)
     """1 = decode; 1 + L = with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
     """Load of the fullest rank over the mean; null = by chance."""
@@ -194,11 +203,11 @@ class RecordedConfig(_Workload):
     """Scores are replayed from recordings."""
     trace: tuple[Annotated[Path, NAME], ...] = Field(min_length=1)
     """Recording (moe-trace-v1), or several, mixed evenly."""
-    layer: int = Field(ge=0)
+    layer: int = Field(ge=0, le=MOST)
     """Recorded layer; ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences, or steps of requests that decode side by side."""
-    tokens_per_request: int = Field(1, ge=1)
+    tokens_per_request: int = Field(1, ge=1, le=MOST)
     """Of a decode step; 1 + L = with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
     """Assumed scores of experts that are not recorded; ``recorded``: all are."""
@@ -223,9 +232,9 @@ class RecordedConfig(_Workload):
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] = "bfloat16"
     """Type of weights and activations; below 16 bits of experts alone, by a table."""
-    ep_size: int | None = Field(None, ge=1)
+    ep_size: int | None = Field(None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
     """Megatron-Core's, one by one; grouped GEMMs; for few tokens, which every rank gets; Transformer Engine."""
@@ -236,20 +245,20 @@ class LayerConfig(Strict):
 class WholeConfig(Strict):
     """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=MOST)
     """Layers built, dense ones included; null = all."""
-    context_length: int = Field(0, ge=0)
+    context_length: int = Field(0, ge=0, le=MOST)
     """Tokens of each request in the KV cache; 0 = prefill."""
 
 
 class MeasureConfig(Strict):
-    iterations: int = Field(5, ge=1)
+    iterations: int = Field(5, ge=1, le=MOST_RUNS)
     """Plain iterations of a batch."""
-    breakdown_iterations: int = Field(2, ge=0)
+    breakdown_iterations: int = Field(2, ge=0, le=MOST_RUNS)
     """Iterations of a batch with all phases timed."""
-    warmup: int = Field(5, ge=0)
+    warmup: int = Field(5, ge=0, le=MOST_RUNS)
     """Most untimed rounds; ``emulate`` takes one."""
-    launches: int = Field(1, ge=1)
+    launches: int = Field(1, ge=1, le=MOST_RUNS)
     """Runs of the whole process."""
     flush_l2: bool = False
     """Overwrite the last-level cache before an iteration."""
@@ -321,7 +330,7 @@ class Lossless(Strict):
 class ReplicationConfig(Lossless):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
-    spare_per_rank: int = Field(ge=1)
+    spare_per_rank: int = Field(ge=1, le=MOST)
     """Experts of a rank beyond its share."""
     plan: Literal["eplb", "variance"] = "eplb"
     """For the mean load, or its spread over batches too (FlashLB)."""
@@ -351,9 +360,9 @@ class RebalanceConfig(Lossless):
 
     name: Literal["llep", "ultra"]
     """Least-loaded expert parallelism, or after UltraEP."""
-    spare_per_rank: int = Field(2, ge=1)
+    spare_per_rank: int = Field(2, ge=1, le=MOST)
     """Free slots of a rank, for all layers."""
-    least_pairs: int = Field(1024, ge=1)
+    least_pairs: int = Field(1024, ge=1, le=MOST)
     """Fewest pairs for which weights move."""
     solve_us: SolveTime = SOLVE_US
     """Assumed time to plan a batch."""
@@ -444,6 +453,11 @@ class Experiment(SweepPoint):
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
+        measure, num_batches = self.measure, self.workload.num_batches
+        of_batch = measure.iterations + measure.breakdown_iterations
+        if num_batches * of_batch > MOST_RUNS * 2**8:
+            runs = f"{num_batches} batches of {of_batch} iterations"
+            raise UserError(f"workload.num_batches: expected at most {MOST_RUNS * 2**8} iterations in all, got {runs}")
         if self.scope == "layer" and self.whole.num_layers is not None:
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
         model = self.model.spec()

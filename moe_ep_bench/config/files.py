@@ -27,6 +27,10 @@ _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 # Keys whose values are paths, whatever they end in.
 _PATHS = ("model.hf_config", "model.checkpoint", "workload.skew_from", "workload.trace", "text.file", "include")
+# Keys whose values are names, or paths where they end as files do; so are values of a policy's fields.
+_NAMES_OR_PATHS = re.compile(
+    r"emulate\.(links|device)|(policies|claims(\.\d+)?\.(policy|versus))(\.\d+)?\.(?!name$)\w+"
+)
 
 
 def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
@@ -141,7 +145,8 @@ def _resolved(value: Any, key: str, folder: Path) -> Any:
         return {name: _resolved(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
     if isinstance(value, list):
         return [_resolved(entry, key, folder) for entry in value]
-    is_path = isinstance(value, str) and (key in _PATHS or NAMES_FILE.search(value))
+    takes_path = key in _PATHS or (_NAMES_OR_PATHS.fullmatch(key) and NAMES_FILE.search(str(value)))
+    is_path = isinstance(value, str) and takes_path
     return str(folder / value) if is_path else value
 
 

@@ -10,18 +10,20 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.presets import Preset, Strict
+from moe_ep_bench.presets import MOST, MOST_RUNS, Preset, Strict
 
 # Kernels want hidden sizes that are multiples of this.
 _SIZE_MULTIPLE = 16
 _FFN_SIZES = ("ffn_hidden_size", "shared_ffn_hidden_size")
-
+# Of layers and experts, each of which is planned; of all others, from 1 or from 0 on.
+Number = Annotated[int, Field(ge=1, le=MOST_RUNS)]
+Size, SizeOrNone = Annotated[int, Field(ge=1, le=MOST)], Annotated[int, Field(ge=0, le=MOST)]
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """What makes a router's scores of its logits; the last is the root of their softplus."""
@@ -45,9 +47,9 @@ class Form(NamedTuple):
 class Attention(Strict):
     """Multi-head or grouped-query attention."""
 
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
     bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have a bias: none, those of queries, keys and values, or the output's too."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
@@ -78,14 +80,14 @@ class Attention(Strict):
 class LatentAttention(Strict):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    num_heads: PositiveInt
-    kv_lora_rank: PositiveInt
+    num_heads: Size
+    kv_lora_rank: Size
     """Width of the latent that keys and values are made from, and that is cached."""
-    q_lora_rank: PositiveInt | None = None
+    q_lora_rank: Size | None = None
     """Width of the latent that queries are made from; null = queries come from the hidden state."""
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    v_head_dim: Size
 
     @property
     def cached_values(self) -> int:
@@ -128,45 +130,45 @@ class ModelSpec(Preset):
 
     name: str
     source: str
-    num_layers: PositiveInt
-    first_dense_layers: NonNegativeInt = 0
+    num_layers: Number
+    first_dense_layers: SizeOrNone = 0
     """Layers at the bottom with a dense FFN; all others are MoE layers, unless these are listed."""
-    listed_moe_layers: tuple[NonNegativeInt, ...] | None = None
+    listed_moe_layers: tuple[SizeOrNone, ...] | None = None
     """MoE layers, ascending, where others lie in between; null = all above ``first_dense_layers``."""
-    dense_ffn_hidden_size: NonNegativeInt = 0
+    dense_ffn_hidden_size: SizeOrNone = 0
     """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
-    hidden_size: PositiveInt
-    vocab_size: PositiveInt | None = None
+    hidden_size: Size
+    vocab_size: Size | None = None
     tied_embeddings: bool = False
     """The output layer shares the embedding's weights."""
     attention: Attention | LatentAttention | None = None
 
-    num_experts: PositiveInt
-    top_k: PositiveInt
-    ffn_hidden_size: PositiveInt
+    num_experts: Number
+    top_k: Size
+    ffn_hidden_size: Size
     """Width of one routed expert's FFN."""
     activation: Literal["swiglu", "clamped_swiglu", "other_gated", "plain"] = "swiglu"
     """``plain`` experts, shared ones too, have no gate: two matrices in place of three."""
-    latent_size: PositiveInt | None = None
+    latent_size: Size | None = None
     """Width of what routed experts take and give, between two projections of the layer; null = ``hidden_size``."""
     expert_bias: bool = False
     """The experts' linear layers have biases."""
-    shared_ffn_hidden_size: NonNegativeInt = 0
+    shared_ffn_hidden_size: SizeOrNone = 0
     """Width of all shared experts together; 0 = none."""
     shared_expert_gate: bool = False
     """The shared experts' output is multiplied by the sigmoid of one learned projection."""
 
     score_function: ScoreFunction = "softmax"
-    num_hash_layers: NonNegativeInt = 0
+    num_hash_layers: SizeOrNone = 0
     """The first so many MoE layers look a token's experts up by its id; scores only weigh them."""
     router_bias: bool = False
     """The router's linear layer has a bias: part of the logits, and so of the weights."""
     selection_bias: bool = False
     """A learned bias per expert is added to the scores for selecting, never to the weights."""
     num_groups: int | None = Field(None, ge=2)
-    top_groups: PositiveInt | None = None
+    top_groups: Size | None = None
     """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
-    group_score_experts: PositiveInt | None = None
+    group_score_experts: Size | None = None
     """A group's score is the sum of this many of its best experts' scores."""
     normalize: bool
     """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
@@ -176,7 +178,7 @@ class ModelSpec(Preset):
     """Factor on the combine weights (routed_scaling_factor)."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Size = 1
     """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
 
     @model_validator(mode="after")

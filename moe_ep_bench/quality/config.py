@@ -16,7 +16,7 @@ from pydantic import DirectoryPath, Field, model_validator
 from moe_ep_bench.config import NAME, SweepPoint
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies
+from moe_ep_bench.presets import MOST, MOST_SEED, PolicyEntry, Strict, expand_policies
 
 
 class CheckpointConfig(Strict):
@@ -29,11 +29,11 @@ class CheckpointConfig(Strict):
 class TextConfig(Strict):
     file: Annotated[Path, NAME]
     """Text in UTF-8."""
-    num_sequences: int = Field(64, ge=1)
+    num_sequences: int = Field(64, ge=1, le=MOST)
     """Sequences, from the beginning of the text."""
-    sequence_length: int = Field(512, ge=2)
+    sequence_length: int = Field(512, ge=2, le=MOST)
     """Tokens of a sequence."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(8, ge=1, le=MOST)
     """Sequences that are routed together."""
 
     @model_validator(mode="after")
@@ -48,14 +48,14 @@ class TextConfig(Strict):
 class TaskConfig(Strict):
     name: str = Field(min_length=1)
     """Task, group or tag, or one of ``include``."""
-    num_fewshot: int | None = Field(None, ge=0)
+    num_fewshot: int | None = Field(None, ge=0, le=MOST)
     """Examples in the prompt; null = the task's own."""
 
 
 class RanksConfig(Strict):
-    ep_size: int | None = Field(None, ge=1)
+    ep_size: int | None = Field(None, ge=1, le=MOST)
     """Virtual ranks; null = up to 8 that divide the experts."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of random policies."""
 
 
@@ -71,9 +71,9 @@ class QualityExperiment(SweepPoint):
     """Tasks of the lm-evaluation-harness."""
     include: Annotated[DirectoryPath | None, NAME] = None
     """Folder of your own tasks."""
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(None, ge=1, le=MOST)
     """Questions of each task; null = all."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(8, ge=1, le=MOST)
     """Requests that are routed together."""
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"

@@ -41,6 +41,7 @@ OTHER = {
     "measure.warmup": 2,
     "measure.launches": 2,
     "measure.flush_l2": True,
+    "measure.hold_us": 1000,
     "measure.timeout_s": 301,
     "emulate.links": "pcie5",
     "emulate.bandwidth_scale": 0.5,

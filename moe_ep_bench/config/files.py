@@ -145,6 +145,7 @@ def _resolved(value: Any, key: str, folder: Path) -> Any:
         return {name: _resolved(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
     if isinstance(value, list):
         return [_resolved(entry, key, folder) for entry in value]
+    key = key.removeprefix(f"{RECORDED}.")
     takes_path = key in _PATHS or (_NAMES_OR_PATHS.fullmatch(key) and NAMES_FILE.search(str(value)))
     is_path = isinstance(value, str) and takes_path
     return str(folder / value) if is_path else value

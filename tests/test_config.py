@@ -9,7 +9,7 @@ import pytest
 import yaml
 from test_workload import digest_of, top_k_load
 
-from moe_ep_bench.bench.comparison import RANKS, Comparison
+from moe_ep_bench.bench.comparison import RANKS, Comparison, is_drawn
 from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.config import SyntheticConfig
@@ -98,6 +98,18 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     named = comparison(tmp_path, workload={"skew": "mixed"})
     assert named.definition["workload"]["peak_load"] == 2.983
     assert named.comparison_id != comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0}).comparison_id
+
+
+def test_balanced_is_a_peak_load_of_one(tmp_path: Path) -> None:
+    model = {"preset": "deepseek-v3", "scale": 0.03125}
+    ways = [comparison(tmp_path, 8, model=model, workload=one) for one in ({"balanced": True}, {"peak_load": 1.0})]
+    assert ways[0].comparison_id == ways[1].comparison_id
+    assert ways[0].title.endswith(", balanced loads")
+    assert not is_drawn(ways[0].experiment, 8)
+    assert workload_facts(ways[0]).targets == {"peak_load": 1.0, "rank_load": {"8": 1.0}}
+    for beside in ({"skew": "mixed"}, {"peak_load": 1.0}, {"rank_load": 1.0}, {"neighbour_overlap": 2.0}):
+        with pytest.raises(ValueError, match=f"balanced: prescribes all loads; expected no {next(iter(beside))}"):
+            experiment(tmp_path, model=model, workload={"balanced": True, **beside})
 
 
 SHAPE = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 64}

@@ -215,6 +215,28 @@ def test_a_profile_has_the_numbers_that_it_was_made_for(seed: int, num_experts: 
     assert {f: loads_after_cut(placed_E, f, 4)[1] for f in wanted} == pytest.approx(wanted, rel=0.02)
 
 
+# Balance
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "top_groups": 4, "num_experts": 256, "top_k": 8}])
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_a_peak_load_of_one_is_exactly_balanced_on_all_ranks_and_on_each(groups: dict, share: float | None) -> None:
+    workload = synthetic(peak_load=1.0, topk_share=share, num_tokens=4096, **groups)
+    free = synthetic(peak_load=None, topk_share=share, num_tokens=4096, **groups)
+    for index in range(2):
+        batch = workload.batch(index)
+        assert_rows_are_distributions_without_ties(batch.scores_TE)
+        load_E = top_k_map(batch.scores_TE, workload.selection).sum(dim=0)
+        assert load_E.tolist() == [4096 * workload.top_k // workload.num_experts] * workload.num_experts
+        own = workload.rank_batch(index, 3, 8).scores_TE
+        assert set(top_k_map(own, workload.selection).sum(dim=0).tolist()) == {512 * workload.top_k // len(load_E)}
+        # A token's scores are its own; only which expert has which is dealt.
+        assert torch.equal(batch.scores_TE.sort(dim=1).values, free.batch(index).scores_TE.sort(dim=1).values)
+    if share is not None and not groups:
+        map_TE = top_k_map(batch.scores_TE, workload.selection)
+        assert float((batch.scores_TE * map_TE).sum()) == pytest.approx(share * 4096, rel=0.02)
+
+
 # What cannot be
 
 
@@ -223,7 +245,8 @@ def test_a_profile_has_the_numbers_that_it_was_made_for(seed: int, num_experts: 
     [
         ({"peak_load": 11.0}, "peak_load", "11"),
         ({"peak_load": float("nan")}, "peak_load", "nan"),
-        ({"peak_load": 1.0}, "peak_load", "1"),
+        ({"peak_load": 1.001}, "peak_load", "1.001"),
+        ({"peak_load": 1.0, "neighbour_overlap": 2.0}, "neighbour_overlap", "dealt in turn"),
         ({"topk_share": 0.09}, "topk_share", "0.09"),
         ({"neighbour_overlap": 0.1}, "neighbour_overlap", "0.1"),
         ({"neighbour_overlap": 6.0}, "neighbour_overlap", "6"),

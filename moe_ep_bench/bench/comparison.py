@@ -246,7 +246,7 @@ class Comparison:
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
             targets = config.targets(self.experiment.model.preset, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
-            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
+            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer", "balanced")}
         if isinstance(workload, RecordedWorkload):
             facts["trace"] = [trace.sha256() for trace in workload.traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
@@ -292,6 +292,8 @@ class Comparison:
             decoded = all(trace.metadata["phase"] == "decode" for trace in workload.traces)
             domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
             words = f"{domains}, {'decode' if decoded or config.is_step else 'prefill'}, {config.tail_words}"
+        elif config.is_balanced:
+            words = "balanced loads"
         elif config.skew is not None:
             of = None if config.skew in PATTERNS else config.calibration(preset).of  # None: the model's own
             words = config.skew.replace("_", " ") + (f" skew of {of}" if of else "")

@@ -265,7 +265,9 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
 
 def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
     """Something says how busy experts are."""
-    return isinstance(workload, RecordedConfig) or any([workload.skew, workload.skew_from, workload.peak_load])
+    if isinstance(workload, RecordedConfig):
+        return True
+    return any([workload.skew, workload.skew_from, workload.peak_load, workload.balanced])
 
 
 def _is_drawn(experiment: Experiment) -> bool:

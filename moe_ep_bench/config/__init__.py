@@ -125,6 +125,8 @@ class SyntheticConfig(_Workload):
     """Counts of experts as JSON, in place of ``skew``."""
     layer: int | None = Field(None, ge=0, le=MOST)
     """Layer of ``skew_from``, or ``all``: a comparison each."""
+    balanced: bool = False
+    """Every expert gets exactly tokens x top-k / experts pairs, as ``peak_load: 1`` says too."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean."""
     sequence_length: int = Field(128, ge=1, le=MOST)
@@ -135,6 +137,10 @@ class SyntheticConfig(_Workload):
     """Share of the score mass in the top-k."""
     neighbour_overlap: float | None = Field(None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
+
+    @property
+    def is_balanced(self) -> bool:
+        return self.balanced or self.peak_load == 1
 
     @property
     def is_step(self) -> bool:
@@ -152,6 +158,10 @@ class SyntheticConfig(_Workload):
             raise UserError("skew, skew_from: expected one of the two, got both")
         if (self.layer is None) != (self.skew_from is None):
             raise UserError("skew_from, layer: expected both or none, as the counts of a layer are taken; got one")
+        if self.balanced:
+            beside = {"skew", "skew_from", "peak_load", "rank_load", "neighbour_overlap"} & self.model_fields_set
+            if beside:
+                raise UserError(f"balanced: prescribes all loads; expected no {', '.join(sorted(beside))}")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
@@ -179,6 +189,10 @@ class SyntheticConfig(_Workload):
         # What is given beside a skew wins: a skew's cuts are of its own peak load, and of its own fullest rank.
         if "peak_load" in given:
             targets.pop("cuts", None)
+        if self.is_balanced:
+            targets |= {"peak_load": 1.0, "rank_load": None, "neighbour_overlap": None}
+            if ep_size is not None and ep_size > 1:
+                targets["rank_load"] = {"ep_size": ep_size, "load": 1.0}
         if self.skew_from is not None and self.layer is not None:
             targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
         if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:

@@ -220,7 +220,13 @@ def deal_sequences(length_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.in
 
 
 def balanced_scores(
-    scores_TE: Tensor, top_k: int, num_groups: int | None = None, top_groups: int | None = None, *, first: int = 0
+    scores_TE: Tensor,
+    top_k: int,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    *,
+    first: int = 0,
+    row_T: Tensor | None = None,
 ) -> Tensor:
     """Permute each token's scores so that top-k loads differ by at most one pair between experts.
 
@@ -231,6 +237,7 @@ def balanced_scores(
         scores_TE: float32 [T, E].
         num_groups, top_groups: of the model's routing.
         first: how many tokens other ranks deal before these; else all ranks would begin with the same experts.
+        row_T: int64 [T], each token's number t, where these do not follow each other.
 
     Returns:
         float32 [T, E].
@@ -240,7 +247,8 @@ def balanced_scores(
         ascending_TE = torch.from_numpy(np.sort(scores_TE.numpy(), axis=1))  # several times as fast as torch's
     else:
         ascending_TE = scores_TE.sort(dim=1).values
-    place_T1 = torch.arange(first, first + num_tokens, device=scores_TE.device).unsqueeze(1) * top_k
+    row_T = torch.arange(first, first + num_tokens) if row_T is None else row_T
+    place_T1 = row_T.to(scores_TE.device).unsqueeze(1) * top_k
     place_TE = (place_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
     expert_TE = torch.from_numpy(dealing_order(num_experts, top_k, num_groups, top_groups)).to(place_TE.device)[
         place_TE

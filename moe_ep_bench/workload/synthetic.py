@@ -18,6 +18,9 @@ of 256 experts. A larger batch meets its targets on that part, and on the rest w
 among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
 routing says what all rows together came to.
 
+*Balanced* traffic, a peak load of 1, is dealt: each expert gets exactly T K / E pairs, as under Megatron-Core's
+``moe_router_force_load_balancing``, TensorRT-LLM's ``--perfect_router`` and in most tables of kernels.
+
 A *pattern* is another benchmark's traffic. ``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's
 (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
 tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and
@@ -43,7 +46,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import solving
-from moe_ep_bench.workload.batch import Workload
+from moe_ep_bench.workload.batch import Workload, balanced_scores
 from moe_ep_bench.workload.scores import (
     Chunks,
     Run,
@@ -76,6 +79,7 @@ class SyntheticWorkload(Workload):
         rank_load: (number of contiguous ranks, load of the fullest over the mean).
         cuts: what Token Drop leaves of the loads, all ranks' tokens together: (capacity factor, dropped share, load of
             the fullest rank over the mean before the cut); with a peak load, one of factor 1 and one above it.
+        peak_load: load of the busiest expert over the mean; 1 = every expert gets as many pairs.
         pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
 
@@ -115,9 +119,11 @@ class SyntheticWorkload(Workload):
                 raise UserError(f"skew_from: expected counts of {self.num_experts} experts, got {got}")
             if (peak := self.num_experts * max(self.expert_loads) / sum(self.expert_loads)) > most:
                 raise UserError(f"skew_from: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
-        if self.rank_load is not None:
+        if self.rank_load is not None and not self.is_balanced:
             self._check_rank_load(*self.rank_load)
         self._check_topk_share()
+        if self.is_balanced and self.neighbour_overlap is not None:
+            raise UserError("neighbour_overlap: expected none under balanced loads, whose experts are dealt in turn")
         if self.neighbour_overlap is not None and self.sequence_length == 1:
             expected = "a sequence_length of at least 2"
             raise UserError(f"neighbour_overlap: expected {expected}, got 1: no token has neighbours")
@@ -131,6 +137,11 @@ class SyntheticWorkload(Workload):
         if self.num_groups is not None:
             why = "because placing experts moves them between groups"
             raise UserError(f"rank_load: expected none for a model with {self.num_groups} groups of experts, {why}")
+
+    @property
+    def is_balanced(self) -> bool:
+        """Every expert gets as many pairs."""
+        return self.peak_load == 1
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -146,9 +157,16 @@ class SyntheticWorkload(Workload):
                 first += len(noise_TE)
             return
         bias_E, sharpness = self._recipe(index)
+        row_T, first = row_numbers(runs), 0
         for noise_TE in self._noise(index, runs):
             logits_TE = noise_TE + bias_E
-            yield softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
+            scores_TE = softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
+            if self.is_balanced:
+                rows = torch.from_numpy(row_T[first : first + len(scores_TE)])
+                groups = self.num_groups, self.top_groups
+                scores_TE = balanced_scores(torch.from_numpy(scores_TE), self.top_k, *groups, row_T=rows).numpy()
+            yield scores_TE
+            first += len(scores_TE)
 
     def _noise(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float64]]:
         """Make noise of the expert at each index, in chunks; an expert takes its noise along to its place."""
@@ -204,7 +222,7 @@ class SyntheticWorkload(Workload):
     @cached_property
     def _placement(self) -> NDArray[np.int64]:
         """Which drawn expert stands at each index, for good: int64 [E]."""
-        if self.rank_load is None:
+        if self.rank_load is None or self.is_balanced:
             return np.arange(self.num_experts)
         noise = list(self._first_noise(self._solved_part(self.num_tokens), self._copying))
         load_E = expert_loads(noise, self._bias(noise, self._popularity), self.selection)
@@ -255,7 +273,7 @@ class SyntheticWorkload(Workload):
         num_tokens = sum(map(len, noise))
         if self._wanted_loads is not None:
             return solving.solve_loads(loads, self._wanted_loads * (num_tokens * self.top_k / self._wanted_loads.sum()))
-        if self.peak_load is None:
+        if self.peak_load is None or self.is_balanced:
             return np.zeros(self.num_experts)
         most = self.num_experts / self.top_k
         strength = solving.solve_strength(lambda by: loads(by * popularity_E), self.peak_load, num_tokens, most)
@@ -267,7 +285,8 @@ class SyntheticWorkload(Workload):
         rank_load = self.rank_load and f"{self.rank_load[1]:g} on {self.rank_load[0]} ranks"
         said = {
             "pattern": self.pattern,
-            "peak load": self.peak_load,
+            "balanced": "loads" if self.is_balanced else None,
+            "peak load": None if self.is_balanced else self.peak_load,
             "experts' loads": None if self.expert_loads is None else "as counted",
             "rank load": rank_load,
             **{f"dropped at factor {factor:g}": f"{share:.1%}" for factor, share, _ in self.cuts},

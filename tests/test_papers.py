@@ -197,6 +197,21 @@ def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
     assert found["difference"] == pytest.approx(0.1)
 
 
+def test_a_traffic_that_was_not_chosen_beforehand_is_not_said_to_be(tmp_path: Path) -> None:
+    root = run_of(tmp_path / "run")
+    claimed(root, [{"paper": 1.2}, {"paper": 1.3}])
+    first, second = json.loads(claims_path(root).read_text())["claims"]
+    chosen = {"traffic": "one", "primary": True, "primary_because": "the paper runs one data set"}
+    write_json(claims_path(root), {"claims": [first, second, second | chosen]})
+    frame = load_claims(root).frame
+    assert frame["primary"].tolist() == [False, False, True]
+    assert frame["shown"].tolist() == [True, False, True]
+    text = claims_text(load_claims(root))
+    assert re.findall(r"mixed.{8}", text) == ["mixed (first)"]
+    assert "one was chosen: the paper runs one data set" in text
+    assert "(first): the config's first traffic, for none was chosen beforehand" in text
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 CLAIMS = [

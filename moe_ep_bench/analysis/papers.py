@@ -30,6 +30,8 @@ _OF = {"layer": "", "end_to_end": ", end to end", "not_stated": ", layer or end 
 _OURS_OF = {"layer": "a layer", "end_to_end": "end to end", "layers": "all MoE layers"}
 # Microseconds and experts: one decimal is enough.
 _COARSE = ("time_us", "num_activated")
+# Behind a traffic that is shown, though it was not chosen.
+_NOT_CHOSEN = " (first)"
 _VALUES = ["ours", "ours_low", "ours_high"]
 _MEANS = ["ours", *LOST]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
@@ -151,7 +153,10 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
 
 
 def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row per claim and traffic: means over its draws that were measured, the difference, and which is primary."""
+    """A row per claim and traffic: means over its draws that were measured, the difference, and which is ``shown``.
+
+    That is the primary traffic; of a number for which none was chosen beforehand the first of the config.
+    """
     traffic = ["number", "traffic"]
     has_ours = frame.groupby(traffic)["ours"].transform("count") > 0
     groups = frame[frame["ours"].notna() | ~has_ours].groupby(traffic, sort=False)
@@ -166,7 +171,7 @@ def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
     chosen = rows.groupby("number")["primary"].transform("any")
     return rows.assign(
         difference=difference.where(is_known),
-        primary=rows["primary"].where(chosen, ~rows.duplicated("number")).astype(bool),
+        shown=rows["primary"].where(chosen, ~rows.duplicated("number")).astype(bool),
     )
 
 
@@ -186,7 +191,7 @@ def write_claims(claims: Claims) -> str:
 
 def claims_text(claims: Claims) -> str:
     """The claims, the largest disagreement first; and reasons."""
-    rows = _primary(claims.frame)
+    rows = _shown(claims.frame)
     return render([_claims_table(claims, rows), _reasons(rows)], "text")
 
 
@@ -207,11 +212,11 @@ def paper_words(row: Row) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _primary(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row per number of a paper: ours under the primary traffic, and the ends of ours under all."""
+def _shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row per number of a paper: ours under the traffic that is shown, and the ends of ours under all."""
     by_number = frame.groupby("number")["ours"]
     rows = frame.assign(least=by_number.transform("min"), most=by_number.transform("max"))
-    rows = rows[rows["primary"]]
+    rows = rows[rows["shown"]]
     size = (rows["difference"] / rows[["paper_low", "paper_high"]].mean(axis=1)).abs()
     suffix = rows["metric"].map(lambda name: "" if name == "speedup" else f": {METRICS[name]}")
     return rows.assign(claim=rows["claim"] + suffix).iloc[size.fillna(-1).argsort(kind="stable")[::-1]]
@@ -230,17 +235,19 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
             "range",
             cell=lambda row: f"{_ours(row, 'least')} to {_ours(row, 'most')}" if row["least"] < row["most"] else NONE,
         ),
-        text("traffic", "primary traffic"),
+        Column("traffic", "traffic", cell=lambda row: row["traffic"] + ("" if row["primary"] else _NOT_CHOSEN)),
         Column("draws", "draws", cell=_draws),
         *lost_columns(rows),
     ]
     notes = [
-        "ours: under the primary traffic, mean over draws; range: of these means under all traffics; draws: their "
-        "number, least and greatest, a draw being a seed or a recorded layer; dropped, rerouted (in sum missing): "
-        "shares of the top-k pairs, in %; the largest disagreement comes first"
+        "ours: under the traffic that was chosen beforehand, mean over draws; range: of these means under all "
+        "traffics; draws: their number, least and greatest, a draw being a seed or a recorded layer; dropped, rerouted "
+        "(in sum missing): shares of the top-k pairs, in %; the largest disagreement comes first"
     ]
-    known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
-    notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
+    known = rows[rows["primary"] & rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
+    notes += [f"{row.traffic} was chosen: {row.primary_because}" for row in known.itertuples()]
+    if not rows["primary"].all():
+        notes.append(f"{_NOT_CHOSEN.strip()}: the config's first traffic, for none was chosen beforehand")
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
     how = "; ".join(filter(None, (said_once(claims.measured[name]) for name in ("mode", "device", "links"))))
     return Table(rows, columns, f"Papers' numbers beside {ours}: {how}", notes)
@@ -251,7 +258,7 @@ def _ours(row: Row, column: str) -> str:
 
 
 def _draws(row: Row) -> str:
-    """How many there are of the primary traffic, and how far they differ."""
+    """How many there are of the traffic, and how far they differ."""
     if row["draws"] < 2:
         return NONE
     return f"{row['draws']}: {_ours(row, 'ours_low')} to {_ours(row, 'ours_high')}"

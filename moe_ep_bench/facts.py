@@ -158,6 +158,7 @@ class CaseFacts(JsonRecord):
     label: str
     role: Role
     looks_past_top_k: bool
+    by_torch: bool = False  # a policy without a compiled form on GPUs
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     order: int = 0  # in the config
     phase: str | None = None  # of ``quality``: in which it is judged

@@ -65,6 +65,7 @@ class FakeCase:
     mass: float = 1.0
     expert_load: np.ndarray | None = None
     looks_past_top_k: bool = False
+    by_torch: bool = False
     status: str = "ok"
     reason: str = "lost"  # where it is not ok
     phase_factors: Mapping[str, float] = field(default_factory=dict)  # so many times as long, on every rank
@@ -179,6 +180,7 @@ def write_run(
                 "label": case.label,
                 "role": case.role,
                 "looks_past_top_k": case.looks_past_top_k,
+                "by_torch": case.by_torch,
             }
             reason = None if case.status == "ok" else case.reason
             about |= {"case_id": case_id, "status": case.status, "reason": reason}

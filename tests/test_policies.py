@@ -301,7 +301,7 @@ def test_a_wrong_input_is_one_line_that_names_it(key: str, spec: Spec, scores_TE
 @every_spec
 def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec: Spec) -> None:
     policy = make_policy(spec)
-    if policy.looks_past_top_k or spec.get("k0", 0) > 4 or spec.get("p", 1) < 1:  # p is a share of the whole row
+    if policy.looks_past_top_k or spec.get("k0", 0) > 4:
         return
     scores_TE = random_scores("softmax", 50, 16, seed=9)
     arguments = {"top_k": 4, "num_ranks": 4, "modality_T": torch.arange(50) % 2}

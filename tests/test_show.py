@@ -291,6 +291,14 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
     assert any("are modelled (popularity tail), and what laser did rests on them" in line for line in lines) == looks
 
 
+@pytest.mark.parametrize("modelled", [False, True])
+def test_a_modelled_policy_without_a_kernel_is_said_to_be_charged_as_one(tmp_path, modelled):
+    facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
+    lines = lines_of(tmp_path, cases=[FakeCase("own", by_torch=True), *standard_cases()], facts=facts)
+    said = "own: torch operations, charged as if compiled: on a GPU they take longer"
+    assert [line for line in lines if "torch operations" in line] == [said] * modelled
+
+
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 

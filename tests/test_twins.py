@@ -24,7 +24,7 @@ from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import kernels_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
-from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
@@ -42,6 +42,7 @@ def test_what_runs_is_what_the_table_says(policy: Policy) -> None:
     assert form_of(policy, "cpu").runs(100, 64) == "numba"
     on_gpu = "torch" if policy.name == "sere" else "triton"
     assert form_of(policy, "cuda").runs(100, 64) == on_gpu
+    assert has_triton(policy) == (on_gpu == "triton")
     assert form_of(policy, "cuda").runs(100, 2048) == ("numba" if policy.name in ON_HOST_FROM_GPU else "torch")
 
 
@@ -74,7 +75,7 @@ def test_a_policy_of_one_s_own_needs_nothing_but_its_route() -> None:
 def test_neither_numba_nor_triton_is_imported_before_it_is_chosen() -> None:
     code = """
 import sys, torch
-from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.policies import RoutingContext, make_policy
 form_of(make_policy({"name": "topk"}), "cpu").policy.route(torch.rand(3, 8), RoutingContext(top_k=2))
 assert not {"numba", "triton"} & sys.modules.keys()

@@ -82,14 +82,14 @@ def load_timed(directory: Path) -> Store:
 def cases(store: Store) -> pd.DataFrame:
     """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
 
-    Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON),
-    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``data_model``,
+    Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON), ``label``,
+    ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``by_torch``, ``data_model``,
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
-    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
-    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
-    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
-    that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of the rank whose host takes longest, and
-    ``sm_clock_mhz``, of that whose GPU is slowest, medians;
+    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and
+    ``output_error``; ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and
+    ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``;
+    ``detectable``, the smallest speedup that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of
+    the rank whose host takes longest, and ``sm_clock_mhz``, of that whose GPU is slowest, medians;
     ``reduce.breakdown``; ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``,
     ``mean_rank_<part>_ms``.
     """
@@ -141,7 +141,7 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
     return {
         **values_of("", comparison, COMPARISON),
         **values_of("", case, ("case_id", "status", "reason")),
-        **values_of("", facts, ("policy", "label", "role", "looks_past_top_k", "data_model")),
+        **values_of("", facts, ("policy", "label", "role", "looks_past_top_k", "by_torch", "data_model")),
         "comparison": comparison,
         "policy_params": json.dumps(facts.policy_params, sort_keys=True),
         "capacity_factor": None if factor is None else float(factor),

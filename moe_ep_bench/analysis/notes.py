@@ -154,6 +154,7 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
     facts, ran, rest = one.facts, one.facts.device is None, one.facts.rest
     launches = [one.conditions[launch] for launch in sorted(one.conditions)]
     parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if ran else None}
+    by_torch = ", ".join(ok.loc[ok["by_torch"].eq(True), "label"])
     judged = rows[~rows["role"].isin(["baseline", "noise"]) & rows["floor_low"].notna()]
     detectable = _of(ok, "policy")["detectable"].dropna()
     timed = "end to end: slowest rank's pass" if facts.whole else "speedup: slowest rank's layer time"
@@ -165,6 +166,7 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
             not facts.whole and rest and (rest.num_moe_layers, rest.us_per_moe_layer, rest.of and f", {rest.of}"),
         ),
         (MODEL_CAVEAT, not ran),
+        ("{}: torch operations, charged as if compiled: on a GPU they take longer", not ran and by_torch),
         ("replayed from CUDA graphs, which hold {}", facts.cuda_graph),
         (f"{{}}, native over case, median of pairs {_spread(one)}", timed),
         (

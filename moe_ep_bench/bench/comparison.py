@@ -31,7 +31,7 @@ from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.facts import CaseFacts, Role, tokens_words
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, replicate_by_risk
@@ -107,6 +107,7 @@ class CaseSpec:
             label=self.label,
             role=self.role,
             looks_past_top_k=self.policy is not None and self.policy.looks_past_top_k,
+            by_torch=self.policy is not None and not has_triton(self.policy),
             policy_code=next(iter(self._code), None),
             data_model=(data and data.model) or None,
             **more,

@@ -20,6 +20,7 @@ Shapes: T = tokens, E = experts, S = rows of batch statistics.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import sysconfig
@@ -89,6 +90,15 @@ class PolicyForm:
         return "numba" if by_numba and is_stepped else "torch"
 
 
+_TRITON: Mapping[type[Policy], str] = {
+    **dict.fromkeys([TopK, Pruned, DynamicSkip], "rows_triton"),
+    **dict.fromkeys([TokenDrop, ExpandedDrop], "capacity_triton"),
+    BudgetDrop: "budget_triton",
+    **dict.fromkeys([ExpertDrop, Lynx, OEA, XShare], "sets_triton"),
+    **dict.fromkeys([Laser, LoadOnly], "laser_triton"),
+}
+
+
 # A timed layer asks anew in every iteration.
 @functools.lru_cache(maxsize=1024)
 def form_of(policy: Policy, device: torch.device | str) -> PolicyForm:
@@ -118,11 +128,15 @@ def oracle_for(policy: Policy, device: torch.device | str) -> Policy:
     return policy.by(numba_steps(str(device).partition(":")[0]))
 
 
+def has_triton(policy: Policy) -> bool:
+    """Whether there is a Triton form of the policy at all, whatever is installed here; else torch routes on a GPU."""
+    is_torch_only = any(getattr(policy, field) == value for field, value in policy.torch_only.items())
+    return type(policy) in _TRITON and not is_torch_only
+
+
 def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
     """Whether Triton can run here, and has a form of this policy for scores of this shape."""
-    if triton_lacks() or type(policy) not in triton_twins():
-        return False
-    if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
+    if triton_lacks() or not has_triton(policy):
         return False
     from moe_ep_bench.kernels import laser_triton, sets_triton, standings_triton, tiles_triton
 
@@ -149,15 +163,7 @@ def triton_twins() -> Mapping[type[Policy], ModuleType]:
 
     Triton must be there.
     """
-    from moe_ep_bench.kernels import budget_triton, capacity_triton, laser_triton, rows_triton, sets_triton
-
-    return {
-        **dict.fromkeys([TopK, Pruned, DynamicSkip], rows_triton),
-        **dict.fromkeys([TokenDrop, ExpandedDrop], capacity_triton),
-        BudgetDrop: budget_triton,
-        **dict.fromkeys([ExpertDrop, Lynx, OEA, XShare], sets_triton),
-        **dict.fromkeys([Laser, LoadOnly], laser_triton),
-    }
+    return {kind: importlib.import_module(f"{__name__}.{module}") for kind, module in _TRITON.items()}
 
 
 # ---- what Triton needs beside itself: a C compiler and Python.h, to build a launcher for every kernel ----------------

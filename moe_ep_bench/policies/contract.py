@@ -178,8 +178,8 @@ class Policy:
         name: what users write.
         acts_in: the phases in which it acts unless told otherwise. Capacities bound the straggler of prefill,
             batch-wide sets the weights that a decode step reads.
-        looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
-            only the top-k needs a model of the others.
+        looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds only the top-k needs
+            a model of the others, which results then name; ``check-policy`` finds who does not say so.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         experts_in: fields that count experts; a config may ask for as many as the model has.
         file_fields: fields that name files, whose paths configs give relative to themselves.

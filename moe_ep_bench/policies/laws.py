@@ -151,8 +151,18 @@ def law_weights(trial: Trial, routing: Routing) -> None:
     raise LawBroken(f"a pair of a token that keeps its top-k weighs {weight:.4g}, the model's {expected:.4g} ({is_so})")
 
 
+def law_looks(trial: Trial, routing: Routing) -> None:
+    """scores past the model's top-k, which few recordings hold, decide nothing, or looks_past_top_k says so"""
+    if trial.policy.looks_past_top_k:
+        return
+    top_k_TE, scores_TE = top_k_map(trial.scores_TE, trial.context()), trial.scores_TE
+    other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
+    is_same = torch.equal(trial.route(other_TE).map_TE, routing.map_TE)
+    _require(is_same, "with other scores past the top-k, the routing has another map: declare looks_past_top_k = True")
+
+
 Law = Callable[[Trial, Routing], None]
-LAWS: tuple[Law, ...] = (law_types, law_bounds, law_pure, law_padding, law_split, law_layout, law_weights)
+LAWS: tuple[Law, ...] = (law_types, law_bounds, law_pure, law_padding, law_split, law_layout, law_weights, law_looks)
 
 
 def _require(condition: bool, broken: str) -> None:

@@ -43,6 +43,11 @@ class Pruned(SteppedPolicy):
     k0: Positive
     p: ShareAboveZero = 1.0
 
+    @property
+    def looks_past_top_k(self) -> bool:  # type: ignore[override]
+        """A share is of the whole row."""
+        return self.p != 1
+
     def check_model(self, num_experts: int, top_k: int) -> None:
         super().check_model(num_experts, top_k)
         k0, p = (max(value) if isinstance(value, ByLayer) else value for value in (self.k0, self.p))

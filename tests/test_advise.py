@@ -518,7 +518,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert f"moe-ep-bench show {out}); config: {out}/advise.yaml" in first.out
     assert first.out.startswith((out / "advice.txt").read_text().rstrip())
     assert advice_lines(out) == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
-    monkeypatch.setattr(page, "drawings", lambda store: {})  # figures have tests of their own
+    monkeypatch.setattr(page, "drawings", lambda *_: {})  # figures have tests of their own
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in advice_lines(out))
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}

@@ -23,7 +23,9 @@ from results_builder import (
     write_whole,
 )
 
+from moe_ep_bench.analysis import tables
 from moe_ep_bench.analysis.cases import CASE, cases, comparisons, load, point_words, routing, samples, timings
+from moe_ep_bench.analysis.notes import notes
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 DROP = "token_drop gamma 1"
@@ -81,7 +83,8 @@ def test_means_of_batches_are_the_cases_own(store):
     names = ["dropped_share", "retained_mass", "fullest_expert", "fullest_rank"]
     means = routing(store).query("role != 'ceiling'").groupby(CASE)[names].mean()
     rows = cases(store).query("role != 'ceiling'").set_index(CASE)
-    pd.testing.assert_frame_equal(rows[means.columns].astype(float).sort_index(), means.sort_index(), check_exact=False)
+    found = rows[means.columns].astype(float).sort_index()
+    pd.testing.assert_frame_equal(found, means.sort_index(), check_exact=False, check_index_type=False)
     assert cases(store).query("role == 'ceiling'")[names[:2]].isna().all(axis=None)
 
 
@@ -182,6 +185,79 @@ def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
     assert 0 < whole - waiting_ms("nccl", 4.0) <= 4 * 4e-3 + 1e-9, "four waits in a layer"
     assert waiting_ms("gloo", 4.0) == whole
     assert waiting_ms("nccl", 1e9) == 0
+
+
+def test_a_probe_is_taken_off_the_wait_of_every_layer_wherever_waits_are_shown(tmp_path):
+    """Two layers and two ranks, of which one waits; a pass keeps what its probes took."""
+    floor, free = (
+        write_whole(tmp_path / name, WHOLE_CASES, num_batches=2, conditions={"rank": rank}, seed=1)
+        for name, rank in (("floor", {"probe_floor_us": 50.0}), ("free", {}))
+    )
+    store = load(floor)
+    rows = cases(store)
+    native = rows.query("role == 'baseline'").iloc[0]
+    waits = samples(store).query("role == 'baseline' and phase == 'wait_combine' and rank == 1")
+    assert waits["layer"].nunique() == 2
+    assert waits["time_us"].min() > 50
+    expected_ms = (waits["time_us"] - 50).groupby([waits["batch"], waits["iteration"]]).sum().median() / 1e3
+    by_rank = tables.by_rank(store, rows).query("role == 'baseline'").set_index("rank")["waiting_ms"]
+    assert by_rank.to_dict() == pytest.approx({0: 0.0, 1: expected_ms})
+    assert native["waiting_ms"] == pytest.approx(expected_ms / 2)
+    assert native["mean_rank_waiting_ms"] == pytest.approx(expected_ms / 2)
+    same = ["moe_ms", "moe_share"]
+    unlike = cases(load(free)).query("role == 'baseline'").iloc[0]
+    assert native[same].tolist() == pytest.approx(unlike[same].tolist())
+
+
+def test_ep_groups_that_never_meet_are_reduced_by_themselves(tmp_path):
+    """EP 2 on 4 ranks: the second group takes one and a half times as long, and its fullest rank is the other one."""
+    one = frame_of(tmp_path / "one", **FEW)
+    write_run(
+        tmp_path / "two", [FakeComparison(cases=standard_cases(), facts={"world_size": 4, "num_replicas": 2}, **FEW)]
+    )
+
+    def second(row: dict) -> list[dict]:
+        longer = {name: row[name] and 1.5 * row[name] for name in ("time_us", "host_us") if name in row}
+        loads = {name: row[name][::-1] for name in ("load_E", "load_R") if name in row}
+        return [row, {**row, **longer, **loads, "rank": row["rank"] + 2}]
+
+    rewritten(tmp_path / "two", "cases", second)
+    two = rewritten(tmp_path / "two", "routing", second)
+    for column in ("median_ms", "breakdown_layer_ms", "experts_ms", "waiting_ms"):
+        assert two[column].to_numpy() == pytest.approx(1.25 * one[column].to_numpy()), column
+    assert two["slowest_group_ms"].to_numpy() == pytest.approx(1.5 * one["median_ms"].to_numpy())
+    same = ["speedup_median", "fullest_expert", "fullest_rank", "rank_imbalance", "dropped_share", "experts_per_token"]
+    same += ["retained_mass", "activated_experts", "host_bound_share"]
+    for column in same:
+        assert two[column].dropna().to_numpy() == pytest.approx(one[column].dropna().to_numpy()), column
+    assert one["fullest_rank"]["native"] > 1.1, "summed over groups it would be 1"
+    assert two["slowest_group_fullest_rank"].tolist() == pytest.approx(two["fullest_rank"].tolist())
+    assert one[["slowest_group_ms", "slowest_group_fullest_rank"]].isna().all(axis=None)
+    store = load(tmp_path / "two")
+    assert len(routing(store)) == 2 * len(routing(load(tmp_path / "one")))
+    (line,) = [line for line in notes(store, "two", "c0") if "EP groups" in line]
+    assert line.startswith("2 EP groups, which never meet: times and loads are means over them")
+
+
+def test_ep_groups_of_unequal_tokens_count_by_what_they_hold(tmp_path):
+    """Shares are of all tokens; the fullest ranks of two groups are one mean, and beside it the fuller one."""
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), facts={"world_size": 4, "num_replicas": 2}, **FEW)])
+    counts = ("num_tokens", "num_pairs", "num_topk_pairs")
+
+    def second(row: dict) -> list[dict]:
+        smaller = {name: row[name] // 4 for name in counts} | {"retained_mass_topk": 0.4}
+        drops = {name: 0 for name in ("num_dropped_pairs", "num_rerouted_pairs", "num_missing_pairs") if name in row}
+        balanced = [row["num_pairs"] // 4 // len(row["load_E"])] * len(row["load_E"])
+        even = {"load_E": balanced, "load_R": [sum(balanced) // 2] * 2}
+        return [row, {**row, **smaller, **drops, **even, "rank": row["rank"] + 2}]
+
+    before = cases(load(tmp_path)).set_index("label").loc[DROP]
+    rewritten(tmp_path, "cases", lambda row: [row, {**row, "rank": row["rank"] + 2}])
+    row = rewritten(tmp_path, "routing", second).loc[DROP]
+    assert row["dropped_share"] == pytest.approx(before["dropped_share"] * 4 / 5, rel=1e-3)
+    assert row["retained_mass"] == pytest.approx((4 * before["retained_mass"] + 0.4) / 5, rel=1e-3)
+    assert row["slowest_group_fullest_rank"] == pytest.approx(before["fullest_rank"])
+    assert before["fullest_rank"] > row["fullest_rank"] > 0.5 * before["fullest_rank"]
 
 
 def test_routing_weighs_ranks_by_their_tokens(tmp_path):

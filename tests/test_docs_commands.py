@@ -183,7 +183,7 @@ PROGRAM = """
 import sys
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import page, style
-style.DEFAULT_FORMATS, page.drawings = ("svg",), lambda store: {}
+style.DEFAULT_FORMATS, page.drawings = ("svg",), lambda *_: {}
 sys.exit(cli.main(sys.argv[1:]))
 """
 

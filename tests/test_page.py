@@ -31,7 +31,7 @@ FAILED = "rank 3: tried to allocate 12.3 GiB"
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small figure in place of all, which have tests of their own."""
 
-    def figures(_: object) -> dict[str, Drawing]:
+    def figures(*_: object) -> dict[str, Drawing]:
         return {"speedup": Drawing(Figure(figsize=(2, 1)), pd.DataFrame(), "A title", f"how to read {HOSTILE}")}
 
     monkeypatch.setattr(page_module, "drawings", figures)

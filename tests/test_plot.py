@@ -128,7 +128,7 @@ def test_a_column_over_another_with_its_csv(good: Path, tmp_path: Path) -> None:
 
 def rows_of(store: Store, *asked: str, **more: str) -> pd.DataFrame:
     (figure,) = lines(*asked, **more).values()
-    return figure.rows(store)
+    return figure.rows(store, figure.frame(store))
 
 
 def test_a_policys_line_leaves_out_the_parameter_along_the_axis(good: Path) -> None:
@@ -256,6 +256,66 @@ def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) ->
     status, out = plotted(tmp_path, run, "--figures", "retained_mass-over-k0-by-policy")
     assert status == 0
     assert (out / "retained_mass-over-k0-by-policy.csv").is_file()
+
+
+def test_where_chooses_rows_of_a_named_figure_beside_native(good: Path, tmp_path: Path) -> None:
+    status, out = plotted(tmp_path, good, "--figures", "speedup,load", "--where", "policy == 'oea' and k0 == 4")
+    assert status == 0
+    assert set(pd.read_csv(out / "speedup.csv")["label"]) == {"oea k0=4"}
+    assert set(pd.read_csv(out / "load.csv")["label"]) == {"native", "oea k0=4"}
+    status, out = plotted(tmp_path, good, "--figures", "speedup", "--where", "capacity_factor > 1")
+    assert pd.read_csv(out / "speedup.csv")["capacity_factor"].tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--where", "1"], "--where: expected columns and literals"),
+        (["--where", "budget == 1 +"], "--where: expected columns and literals"),
+        (["--where", "facts == null"], "--where: expected a column, one of "),
+        (["--figures", "speedup", "--where", "polcy == 'oea'"], "--where: expected a column, one of "),
+        (["--x", "k0", "--y", "retained_mass", "--where", "1"], "--where: expected columns and literals"),
+        (["--x", "k0", "--y", "retained_mass", "--where", "step == null"], "--where: expected a column, one of "),
+        (["--x", "facts", "--y", "retained_mass"], "--x: expected a column, one of "),
+        (["--x", "k0", "--y", "facts"], "--y: expected a column, one of "),
+        (["--x", "k0", "--y", "title"], "--y: expected a column of numbers; title has words"),
+        (["--x", "k0", "--y", "retained_mass", "--by", "point"], "--by: expected a column, one of "),
+        (["--x", "k0", "--y", "retained_mass", "--facet", "reason"], "--facet: expected a column, one of "),
+    ],
+)
+def test_what_nobody_can_ask_for_is_one_line(
+    arguments: list[str], line: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = plotted(tmp_path, good, *arguments)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert (status, said.startswith(f"moe-ep-bench: {line}")) == (2, True), said
+    assert not out.exists()
+
+
+QUALITY = [REFERENCE / "quality-small-2cpu", REFERENCE / "quality-small-seed0"]
+
+
+def test_two_directories_of_quality_stand_in_one_figure(tmp_path: Path) -> None:
+    alone = {path: plotted(tmp_path / path.name, path)[1] for path in QUALITY}
+    numbers = {path: pd.read_csv(out / "quality.csv") for path, out in alone.items()}
+    status, out = plotted(tmp_path / "both", *QUALITY, "--figures", "quality")
+    assert status == 0
+    rows = pd.read_csv(out / "quality.csv")
+    assert len(rows) == sum(map(len, numbers.values()))
+    for path, own in numbers.items():
+        of_one = rows[rows["title"].str.endswith(f", from {path.name}")].reset_index(drop=True)
+        pd.testing.assert_frame_equal(of_one.drop(columns="title"), own.drop(columns="title"))
+
+
+def test_columns_are_asked_of_times_and_never_of_quality(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--x", "k0", "--y", "retained_mass"]
+    assert plotted(tmp_path / "one", QUALITY[0], *asked)[0] == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "moe-ep-bench: --x, --y: expected times or routing; passed over what `quality` wrote"
+    assert plotted(tmp_path / "two", QUALITY[0], good, *asked)[0] == 1
+    assert capsys.readouterr().err.splitlines() == [line]
 
 
 # ---- all figures of all reference results --------------------------------------------------------------------------

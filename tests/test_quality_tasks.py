@@ -324,6 +324,16 @@ def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
     assert expected in refused(folder, tmp_path / "out", overrides, capsys)
 
 
+def test_a_task_that_names_a_function_is_refused(
+    folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The harness would import its module."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sums.yaml").write_text("task: sums\nprocess_docs: !function evil.run\n")
+    said = refused(folder, tmp_path / "out", [f"include={tmp_path / 'own'}"], capsys)
+    assert f"include: {tmp_path / 'own' / 'sums.yaml'}: expected a task without code of its own" in said
+
+
 def test_a_missing_package_is_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

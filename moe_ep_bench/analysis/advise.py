@@ -28,6 +28,7 @@ from moe_ep_bench.analysis.columns import (
     short_labels,
     text,
 )
+from moe_ep_bench.analysis.filters import matching
 from moe_ep_bench.analysis.notes import (
     FEW_BATCHES,
     MODEL_CAVEAT,
@@ -100,7 +101,7 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
         question: what was modelled; says what the user left open and which candidates were not tried.
     """
     rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
-    natives = cases(store).query("role == 'baseline'").set_index("comparison_id")
+    natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id")
     blocks, tables = [], []
     for name, facts in about.iterrows():
         own = rows[rows["comparison_id"] == name]

@@ -5,37 +5,43 @@ directory of ``route`` has the columns of one of ``run``, without times; layers 
 there. Speedup = native / case, both the slowest rank's time in the same (launch, batch, iteration); the estimate is the
 median of these pairs (``timing.statistics``), and the verdict holds its interval against the noise floor of the same
 comparison, which comes from native run a second time. Nothing in a frame is to be written to.
+
+Frames are made of each directory by itself and stand one below another. Here, and nowhere else, nulls become alike,
+whichever columns a directory has: NaN among numbers, None among all else.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from moe_ep_bench.analysis.columns import COSTS
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
+    GROUPS,
     KEY,
-    MOE_PHASES,
     PASS_PARTS,
     breakdown,
     joined_routing,
     layer_times,
+    longest,
     mean_ms,
+    moe_times,
     on_slowest,
     phase_times,
     probe_floor_us,
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, load
+from moe_ep_bench.analysis.store import ITERATION, Comparison, Directory, ResultsError, Store, load
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
@@ -53,7 +59,7 @@ CASE = [*COMPARISON, "case_id"]
 ESTIMATE = ("median", "low", "high", "is_interval")
 # Of what nothing was timed they are null.
 _TIMED = (
-    *("median_ms", "p90_ms", "p99_ms"),
+    *("median_ms", "p90_ms", "p99_ms", "slowest_group_ms"),
     *(f"speedup_{end}" for end in ESTIMATE),
     *(f"over_topk_{end}" for end in ESTIMATE),
     *("floor_low", "floor_high", "verdict", "detectable"),
@@ -75,6 +81,29 @@ def load_timed(directory: Path) -> Store:
     return store
 
 
+def _of_each(frame_of: Callable[[Directory], pd.DataFrame]) -> Callable[[Store], pd.DataFrame]:
+    """Frames of a store's directories, each made once, one below another."""
+
+    @lru_cache(maxsize=32)
+    def made(directory: Directory) -> pd.DataFrame:
+        return _nulls_alike(frame_of(directory))
+
+    @lru_cache(maxsize=4)
+    def joined(store: Store) -> pd.DataFrame:
+        parts = [made(directory) for directory in store.directories]
+        return parts[0] if len(parts) == 1 else _nulls_alike(pd.concat(parts, ignore_index=True))
+
+    return joined
+
+
+def _nulls_alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """NaN among numbers, None among all else."""
+    words = {name: column.astype(object) for name, column in rows.items() if not is_numeric_dtype(column)}
+    nulls = {name: column.isna() for name, column in words.items()}
+    alike = {name: column.where(~nulls[name], None) if nulls[name].any() else column for name, column in words.items()}
+    return rows.assign(**alike).reset_index(drop=True)
+
+
 # ---- a row per case --------------------------------------------------------------------------------------------------
 
 
@@ -85,27 +114,31 @@ def cases(store: Store) -> pd.DataFrame:
     Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON), ``label``,
     ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``by_torch``, ``data_model``,
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
-    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and
-    ``output_error``; ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and
+    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
+    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank, of several EP groups their mean, and ``slowest_group_ms``
+    and ``slowest_group_fullest_*`` of the slowest and the fullest of them; ``speedup_*`` over native and
     ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``;
-    ``detectable``, the smallest speedup that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of
-    the rank whose host takes longest, and ``sm_clock_mhz``, of that whose GPU is slowest, medians;
-    ``reduce.breakdown``; ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``,
-    ``mean_rank_<part>_ms``.
+    ``detectable``, the smallest speedup that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of the
+    rank whose host takes longest, and ``sm_clock_mhz``, of that whose GPU is slowest, medians; ``reduce.breakdown``;
+    ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms``.
     """
+    return _cases(store).merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
+
+
+@_of_each
+def _cases(store: Directory) -> pd.DataFrame:
+    """``cases`` without what a comparison's cases share."""
     rows = _listed(store)
     means = routing_means(_routing(store))
     means.loc[means.index.isin(rows.index[rows["role"] == "ceiling"]), _COSTS] = np.nan
     rows = rows.join(means)
     if len(store.samples):
-        phases_us = _phase_times(store)
-        rows = rows.join([_times(store), _speedups(store, rows), breakdown(phases_us, rows["probe_floor_us"])])
+        rows = rows.join([_times(store), _speedups(store, rows), breakdown(_phase_times(store), rows["ep_size"])])
         rows = rows.join(_passes(rows)).join(_models(store, rows))
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
-    rows = rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
-    return rows.merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
+    return rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us", "ep_size"])
 
 
 def kind_of(rows: pd.DataFrame) -> str:
@@ -115,11 +148,11 @@ def kind_of(rows: pd.DataFrame) -> str:
 
 
 @lru_cache(maxsize=4)
-def _listed(store: Store) -> pd.DataFrame:
+def _listed(store: Directory) -> pd.DataFrame:
     """What each case is, in reading order, by its number in the store.
 
     Beside columns of ``cases``: ``comparison``, the object; ``native``, ``topk`` and ``noise``, the numbers of the
-    comparison's measured cases of that kind; ``probe_floor_us``.
+    comparison's measured cases of that kind; ``probe_floor_us``; ``ep_size``.
     """
     rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
     rows = rows.astype({"capacity_factor": float})
@@ -150,6 +183,7 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
         "family_label": _family_label(facts.policy, facts.label) if is_policy else None,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
         "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()),
+        "ep_size": comparison.facts.num_ranks,
     }
 
 
@@ -185,11 +219,11 @@ def values_of(prefix: str, source: object, names: Iterable[str]) -> dict[str, An
 
 # ---- times of cases --------------------------------------------------------------------------------------------------
 
-_layer_times = lru_cache(maxsize=4)(lambda store: layer_times(store.samples))
-_phase_times = lru_cache(maxsize=4)(lambda store: phase_times(store.samples))
+_layer_times = lru_cache(maxsize=4)(lambda store: layer_times(store.samples, _listed(store)["ep_size"]))
+_phase_times = lru_cache(maxsize=4)(lambda store: phase_times(store.samples, _listed(store)["probe_floor_us"]))
 
 
-def _times(store: Store) -> pd.DataFrame:
+def _times(store: Directory) -> pd.DataFrame:
     """Quantiles of the layer's time, and how steady it was.
 
     ``host_bound_share``: of plain iterations, in which the slowest rank's time is its host's: no queue, no device
@@ -201,12 +235,20 @@ def _times(store: Store) -> pd.DataFrame:
     is_bound = times_us["host_us"] >= times_us["time_us"]
     beside = store.samples.set_index(["case", "rank"])[[HOST_BUSY, SM_CLOCK]].astype(float).dropna(how="all")
     of_rank = beside.groupby(level=["case", "rank"]).median().groupby(level="case")
+    several = times_us.index.get_level_values("case").map(_num_groups(store)) > 1
+    slowest_group_us = times_us["slowest_group_us"].where(several)
     return quantiles.assign(
+        slowest_group_ms=slowest_group_us.groupby(level="case").median() / 1e3,
         host_bound_share=is_bound.groupby(level="case").mean(),
         drift=by_case.apply(drift),
         host_busy_ms=of_rank[HOST_BUSY].max() / 1e3,
         sm_clock_mhz=of_rank[SM_CLOCK].min(),
     )
+
+
+def _num_groups(store: Directory) -> pd.Series:
+    """EP groups by case."""
+    return _listed(store)["comparison"].map(lambda one: getattr(one.facts, "num_replicas", 1))
 
 
 def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | None]:
@@ -220,7 +262,7 @@ def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | No
     }
 
 
-def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """Speedups over native and topk, and what the first say beside the noise floor."""
     times_us, found = _layer_times(store)["time_us"], {}
     speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
@@ -239,7 +281,7 @@ def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
             if speedup and floor
             else None,
         }
-    numbers = [name for name in _TIMED[3:] if not name.endswith(("is_interval", "verdict"))]
+    numbers = [name for name in _TIMED[4:] if not name.endswith(("is_interval", "verdict"))]
     return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))
 
 
@@ -255,15 +297,15 @@ def _passes(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame.from_dict(found, orient="index")
 
 
-def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+def _models(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """What the MoE layers have to do with a whole model's pass."""
     rows = rows[[getattr(one.facts, "whole", None) is not None for one in rows["comparison"]]]
     times_us = _phase_times(store)
     times_us = times_us[times_us.index.get_level_values("case").isin(rows.index)]
     if times_us.empty:
         return pd.DataFrame()
-    slowest_us = on_slowest(times_us)
-    moe_us, native = slowest_us[MOE_PHASES].sum(axis=1), rows["native"]
+    slowest_us = on_slowest(times_us, rows["ep_size"])
+    moe_us, native = moe_times(slowest_us), rows["native"]
     share = moe_us.groupby(level="case").sum() / slowest_us[TOTAL].groupby(level="case").sum()
     speedups = pd.DataFrame(
         [values_of("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
@@ -296,9 +338,15 @@ def comparisons(store: Store) -> pd.DataFrame:
     with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's
     object in run.json.
     """
+    rows = _comparisons(store)
+    return rows.assign(title=_told_apart(rows))
+
+
+@_of_each
+def _comparisons(store: Directory) -> pd.DataFrame:
+    """``comparisons`` with titles that are not told apart."""
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
-    rows = pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
-    return rows.assign(title=_told_apart(rows)) if len(rows) else rows
+    return pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
 
 
 def _told_apart(rows: pd.DataFrame) -> pd.Series:
@@ -375,6 +423,10 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     Args:
         of: rows of ``cases``; None = all.
     """
+    return _nulls_alike(pd.concat([_samples(one, of) for one in store.directories], ignore_index=True))
+
+
+def _samples(store: Directory, of: pd.DataFrame | None) -> pd.DataFrame:
     rows = store.samples
     if of is not None:
         rows = rows[rows["case"].isin(_listed(store).reset_index(names="case").merge(of[CASE], on=CASE)["case"])]
@@ -383,8 +435,20 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     return _named(store, rows, "role", "policy", "label", "policy_params")
 
 
-@lru_cache(maxsize=4)
-def timings(store: Store) -> pd.DataFrame:
+@_of_each
+def ranks(store: Directory) -> pd.DataFrame:
+    """A row per case and rank: ``CASE``, ``rank``, ``<group>_ms`` of its phases, median over breakdown iterations.
+
+    A phase is of all layers together, a wait less what its probes cost (``reduce.phase_times``).
+    """
+    phases_us = _phase_times(store).fillna(0.0)
+    sums_us = {f"{group}_ms": phases_us[list(phases)].sum(axis=1) for group, phases in GROUPS.items()}
+    medians_us = pd.DataFrame(sums_us, phases_us.index).groupby(level=["case", "rank"]).median()
+    return _named(store, (medians_us / 1e3).reset_index())
+
+
+@_of_each
+def timings(store: Directory) -> pd.DataFrame:
     """A row per case, quantity, launch, batch and iteration: ``time_us``, and ``speedup`` over native in the same one.
 
     Columns: ``CASE``, ``role``, ``quantity``, ``ITERATION``, ``time_us``, ``speedup`` (null of native, and where either
@@ -394,11 +458,12 @@ def timings(store: Store) -> pd.DataFrame:
     """
     listed, phases_us = _listed(store), _phase_times(store)
     is_model = [getattr(comparison.facts, "whole", None) is not None for comparison in listed["comparison"]]
-    pass_us = on_slowest(phases_us[phases_us.index.get_level_values("case").isin(listed.index[is_model])])
-    moe_us = pass_us[MOE_PHASES].sum(axis=1)
+    ep_size = listed["ep_size"]
+    pass_us = on_slowest(phases_us[phases_us.index.get_level_values("case").isin(listed.index[is_model])], ep_size)
+    moe_us = moe_times(pass_us)
     parts = {ALL: _layer_times(store)["time_us"], MOE: moe_us, ATTENTION: pass_us["attention"]}
     parts[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
-    longest_us = phases_us.groupby(level=KEY).max()
+    longest_us = longest(phases_us, ep_size)
     parts |= {phase: longest_us[phase].dropna() for phase in LAYER_PHASES}
     rows = pd.concat(parts, names=["quantity"]).rename("time_us").reset_index()
     pair = ["quantity", *ITERATION]
@@ -410,7 +475,7 @@ def timings(store: Store) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=4)
-def _routing(store: Store) -> pd.DataFrame:
+def _routing(store: Directory) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
     parts = []
     for case, rows in store.routing.groupby("case"):
@@ -421,9 +486,9 @@ def _routing(store: Store) -> pd.DataFrame:
     return with_frontier(pd.concat(parts, ignore_index=True), store.frontier)
 
 
-@lru_cache(maxsize=4)
-def routing(store: Store) -> pd.DataFrame:
-    """A row per case, batch and layer, source ranks joined.
+@_of_each
+def routing(store: Directory) -> pd.DataFrame:
+    """A row per case, batch, layer and EP group, source ranks joined.
 
     Columns: ``CASE``, ``label``, ``role``, ``policy``, ``capacity_factor`` and those of ``reduce.joined_routing`` and
     ``reduce.with_frontier``.
@@ -432,7 +497,7 @@ def routing(store: Store) -> pd.DataFrame:
     return rows.astype({"layer": "Int64"})
 
 
-def _named(store: Store, rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+def _named(store: Directory, rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
     """Rows behind the columns that say which case they are of, in place of its number."""
     about = _listed(store).loc[rows["case"], [*CASE, *columns]].reset_index(drop=True)
     return pd.concat([about, rows.drop(columns="case").reset_index(drop=True)], axis=1)

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
@@ -227,6 +228,7 @@ COLUMNS = {
         Column("peak_load", "peak load", "x mean", "{:g}"),
         # Times.
         times("median_ms", "layer"),
+        times("slowest_group_ms", "slowest EP group"),
         times("p90_ms", "p90"),
         times("p99_ms", "p99"),
         times("pass_ms", "pass"),
@@ -246,6 +248,8 @@ COLUMNS = {
         # Loads.
         Column("fullest_expert", "fullest expert", form="{:.2f}", better="lower"),
         Column("fullest_rank", "fullest rank", form="{:.2f}", better="lower"),
+        Column("slowest_group_fullest_expert", "of the fullest EP group", form="{:.2f}", better="lower"),
+        Column("slowest_group_fullest_rank", "of the fullest EP group", form="{:.2f}", better="lower"),
         Column("relief", "fullest rank, native / policy", form="{:.2f}", better="higher", native=1.0),
         Column("expert_imbalance", "expert imbalance", form="{:.2f}", better="lower"),
         Column("rank_imbalance", "rank imbalance", form="{:.2f}", better="lower"),
@@ -311,19 +315,21 @@ class Table:
     notes: Sequence[str] = ()
     instead: str | None = None
 
-    @property
+    @cached_property
     def rows(self) -> list[Row]:
         """The rows that have numbers."""
-        return [row for row in self.frame.to_dict("records") if self.instead is None or missing(row[self.instead])]
+        frame = self.frame if self.instead is None else self.frame[self.frame[self.instead].isna()]
+        return frame.to_dict("records")
 
-    @property
+    @cached_property
     def cells(self) -> list[list[str]]:
         return [[column.shown(row) for column in self.columns] for row in self.rows]
 
     @property
     def lost(self) -> list[str]:
         """Rows without numbers, a line each that says why."""
-        rows = [] if self.instead is None else self.frame[self.frame[self.instead].notna()].to_dict("records")
+        lost = self.frame[:0] if self.instead is None else self.frame[self.frame[self.instead].notna()]
+        rows = lost.to_dict("records") if len(lost) else []
         return [f"{self.columns[0].shown(row)}: {row[self.instead]}" for row in rows]
 
 

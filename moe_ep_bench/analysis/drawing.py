@@ -19,13 +19,14 @@ from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS
+from moe_ep_bench.analysis.filters import columns_of, holds, matching
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
-from moe_ep_bench.errors import UserError, did_you_mean
+from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
 from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
@@ -74,9 +75,11 @@ class Figure:
     Attributes:
         panels: of each facet, from top to bottom or, where ``beside``, from left to right.
         how: the subtitle; ``{intervals}`` becomes what whiskers are, and names in braces the first row's columns.
-        rows: of a store the frame. Its columns ``facet`` and ``title`` say where a row is drawn, ``line`` as what.
-        where: a pandas query: rows that are drawn and stand in the CSV.
-        needs: a query that some row of a facet must satisfy.
+        frame: of a store the frame that it is made of, of which a user may choose rows.
+        rows: of a store and these rows those that it shows. Their columns ``facet`` and ``title`` say where a row is
+            drawn, ``line`` as what.
+        where: a condition (``filters``): rows that are drawn and stand in the CSV.
+        needs: a condition that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
         most: facets side by side.
         limit: facets on a sheet. Where there are more, those drawn are evenly spaced from first to last.
@@ -87,7 +90,8 @@ class Figure:
     title: str
     panels: Sequence[Panel]
     how: str = ""
-    rows: Callable[..., pd.DataFrame] = case_rows
+    frame: Callable[[Any], pd.DataFrame] = case_rows
+    rows: Callable[[Any, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     where: str = ""
     needs: str = ""
     columns: Sequence[str] = ()
@@ -108,13 +112,21 @@ class Drawing:
     how: str
 
 
-def draw(figure: Figure, store: Any) -> Drawing | None:
-    """Draw a figure of a store; None where no row fits."""
-    rows = figure.rows(store)
-    if figure.where and len(rows):
-        rows = rows.query(figure.where, engine="python")
+def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None:
+    """Draw a figure of a store; None where no row fits.
+
+    Args:
+        where: a user's condition on columns: what is drawn, beside the native of its comparisons; None = all.
+
+    Raises:
+        UserError: the condition cannot be read, or names no column.
+    """
+    rows = figure.frame(store)
+    if where is not None and len(rows):
+        rows = _asked(rows, where)
+    rows = matching(figure.rows(store, rows) if len(rows) else rows, figure.where)
     if figure.needs and len(rows):
-        rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
+        rows = rows[rows["facet"].isin(matching(rows, figure.needs)["facet"])]
     if rows.empty:
         return None
     names, drawn, notes = list(rows["facet"].unique()), rows, []
@@ -137,6 +149,15 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
     dress(sheet, figure.title, how, _footer(drawn, notes, figure.of), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
+
+
+def _asked(rows: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Rows that a user asks for, and native of their comparisons."""
+    wide = _with_fields(rows)
+    with naming("--where"):
+        is_asked = holds(wide, where, [*_public(wide), *FIELDS])
+    of = next(name for name in ("facet", "comparison_id") if name in rows)
+    return rows[is_asked | ((rows["role"] == "baseline") & rows[of].isin(rows.loc[is_asked, of]))]
 
 
 def _in_turn(rows: pd.DataFrame) -> list[str]:
@@ -185,15 +206,17 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], of: str) -> list[str]:
 
 _OF_POLICIES = ("policy", "label", "family")
 _PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
-# Columns that are of the figures alone, or too long for an axis.
+# Columns that are of the figures alone, or too long for an axis: nobody can ask for one.
 _HIDDEN = {
     *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
     *("ran_on", "links_words", "workload_words", "curve_load", "curve_kept"),
 }
+# Columns that drawing adds: no parameter of a policy and no swept key takes their places.
+_ADDED = {"line", "name", "legend", "heading", "variant", "note", "bar", "quantity"}
 
 
 def lines(
-    x: str, y: str, by: str | None = None, facet: str | None = None, where: str | None = None
+    x: str, y: str, by: str | None = None, facet: str | None = None, where: str | None = None, *, of: str = "--"
 ) -> dict[str, Figure]:
     """The figure of a column over another, by its name, as a config's ``figures:`` or ``plot --x --y`` asks for it.
 
@@ -201,16 +224,16 @@ def lines(
         x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
         by: the column whose values are lines; None = the policy but for ``x``.
         facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
-        where: a pandas query.
+        where: a condition on columns (``filters``).
+        of: what stands before a key in an error's line.
     """
     asked = {name: column for name, column in {"x": x, "y": y, "by": by, "facet": facet}.items() if column}
     title = f"{axis_of(y).header} over {axis_of(x).header}"
     figure = Figure(
         title[:1].upper() + title[1:],
         [series(x, y)],
-        f"A line for each {(by or 'policy').replace('_', ' ')}. Where several batches, layers or comparisons stand at "
-        "one place, their mean.",
-        partial(_line_rows, asked=asked, where=where),
+        "A line for each {of_lines}. Where several batches, layers or comparisons stand at one place, their mean.",
+        rows=partial(_line_rows, asked=asked, where=where, of=of),
         columns=list(asked.values()),
         limit=6,
         ordered=by not in (None, *_OF_POLICIES),
@@ -225,26 +248,28 @@ def _is_probed(column: str) -> bool:
     return is_of_probes or column.removesuffix("_ms") in GROUPS
 
 
-def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.DataFrame:
+def _line_rows(store: Store, rows: pd.DataFrame, asked: Mapping[str, str], where: str | None, of: str) -> pd.DataFrame:
     """A row per panel, line and place; none where no policy that ran has a field asked for.
 
     Raises:
-        UserError: a column is unknown, or the query cannot be read.
+        UserError: a column is unknown, or the condition cannot be read.
     """
     x, y, by, facet = (asked.get(name) for name in ("x", "y", "by", "facet"))
-    rows, known = wide_rows(store, list(asked.values()))
-    absent = {name: column for name, column in asked.items() if column not in known and column not in rows}
+    named = [*asked.values(), *(columns_of(where) if where else ())]
+    rows, known = wide_rows(store, rows, named)
+    public = _public(rows)
+    absent = {name: column for name, column in asked.items() if column not in public}
     if absent and set(absent.values()) <= FIELDS:
         return rows.iloc[:0]  # no policy that has such a field ran
     for name, column in absent.items():
         listed = f"expected a column, one of {', '.join(known)}"
-        raise UserError(f"--{name}: {listed}; got {column!r}{did_you_mean(column, known)}")
+        raise UserError(f"{of}{name}: {listed}; got {brief(column)}{did_you_mean(column, known)}")
     if not pd.api.types.is_numeric_dtype(rows[y]):
-        raise UserError(f"--y: expected a column of numbers; {y} has words")
-    try:
-        rows = rows.query(where, engine="python") if where else rows
-    except Exception as error:
-        raise UserError(f"--where: cannot be read as a condition on columns ({error}); got {where!r}") from None
+        raise UserError(f"{of}y: expected a column of numbers; {y} has {'words' if rows[y].notna().any() else 'none'}")
+    if where:
+        with naming(f"{of}where"):
+            rows = rows[holds(rows, where, [*public, *FIELDS])]
+    rows = rows.assign(of_lines=(by or "policy").replace("_", " "))
     rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[y].notna()].copy()  # of one piece
     if rows[x].isna().all():
         return rows.iloc[:0]
@@ -293,23 +318,43 @@ def value_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+def _public(rows: pd.DataFrame) -> list[str]:
+    """The columns that can be asked for."""
+    return [name for name in rows if name not in _HIDDEN]
+
+
+def _with_fields(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with parameters of policies, and swept keys by their last words, as columns."""
+    for column in ("policy_params", "point"):
+        if column in rows:
+            fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
+            fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
+            free = [name for name in fields if name not in rows or rows[name].isna().all()]
+            more = [name for name in free if name.isidentifier() and name not in _HIDDEN | _ADDED]
+            rows = rows.drop(columns=more, errors="ignore").join(fields[more].map(_flat))
+    return rows
+
+
+def _flat(value: Any) -> Any:
+    """A value that can stand on an axis."""
+    return value_words(value) if isinstance(value, dict | list) else value
+
+
+def wide_rows(store: Store, rows: pd.DataFrame, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
     """The frame that has some columns: cases, or where a column is of batches and layers alone, of these.
 
     Parameters of policies (``c``, ``k0``, ``budget``, ...) and swept keys by their last words are columns too. So is
     ``COLUMN_p95`` of a column of batches: a percentile over batches, of means over layers. A phase's ``PHASE_us`` is of
     batches: the median over breakdown iterations, on the rank that spends most in it.
 
+    Args:
+        rows: of ``case_rows``.
+
     Returns:
-        The rows, and the names of all columns that can be asked for.
+        The rows, and the names of all columns that can be asked for and hold values.
     """
-    rows = case_rows(store)
     rows = rows[rows["scope"] == "layer"] if (rows["scope"] == "layer").any() else rows
-    for column in ("policy_params", "point"):
-        fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
-        fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
-        more = [name for name in fields if name not in rows or rows[name].isna().all()]
-        rows = rows.drop(columns=more, errors="ignore").join(fields[more])
+    rows = _with_fields(rows)
     batches = routing(store)
     if any(name.endswith("_us") for name in columns):
         times = timings(store).pivot_table("time_us", [*CASE, "batch"], "quantity", "median").add_suffix("_us")
@@ -325,4 +370,4 @@ def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[
     if any(name in of_batches and name not in known for name in columns):
         rows = rows.drop(columns=[name for name in of_batches if name in rows])
         rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
-    return rows, sorted({*known, *of_batches} - _HIDDEN)
+    return rows, sorted({*known, *of_batches} - _HIDDEN - _ADDED)

@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.columns import COSTS, cost_words
-from moe_ep_bench.analysis.drawing import Figure, case_rows
+from moe_ep_bench.analysis.drawing import Figure
+from moe_ep_bench.analysis.filters import matching
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.origins import phase_origin
@@ -62,9 +63,9 @@ def _stacked(store: Store, rows: pd.DataFrame, columns: Mapping[str, str]) -> pd
 
     ``part_origin`` says how a part came about: measured, measured elsewhere or modelled.
     """
-    others = [name for name in rows if name not in columns]
-    parts = rows.melt(others, list(columns), "phases", "time_ms", ignore_index=False).dropna(subset="time_ms")
-    parts = parts.sort_index(kind="stable").replace({"phases": columns})
+    rows = rows.reset_index(drop=True)
+    parts = rows[list(columns)].rename(columns=columns).melt(None, None, "phases", "time_ms", ignore_index=False)
+    parts = rows.drop(columns=list(columns)).join(parts.dropna(subset="time_ms"), how="inner")
     parts["begin_ms"] = parts["time_ms"].groupby(level=0).cumsum() - parts["time_ms"]
     parts = parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
     of = {(one.directory, one.comparison_id): (one.run, one.facts) for one in store.comparisons}
@@ -78,12 +79,11 @@ def _cost_words(rows: pd.DataFrame) -> pd.Series:
     return lost + (100 * rows["retained_mass"]).map(", {:.1f} % kept".format)
 
 
-def phase_rows(store: Store) -> pd.DataFrame:
+def phase_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per case and group of phases, or part of a pass; mean over ranks.
 
     A bar's name says what the case costs, so that a short bar is not read as a gift.
     """
-    rows = case_rows(store)
     has_cost = (rows["role"] == "policy") & rows[["missing_share", "retained_mass"]].notna().all(axis=1)
     is_model, of_layer = rows["scope"] == "model", {f"{group}_ms": group for group in GROUPS}
     rows = rows.assign(
@@ -94,9 +94,9 @@ def phase_rows(store: Store) -> pd.DataFrame:
     return _stacked(store, rows, of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS})
 
 
-def rank_rows(store: Store) -> pd.DataFrame:
+def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per rank and group of phases, under native and the policy that gains most (``tables.by_rank``)."""
-    rows = case_rows(store).query("scope == 'layer' and num_ranks > 1 and waiting_ms.notna()")
+    rows = matching(rows, "scope == 'layer' and num_ranks > 1 and waiting_ms != null")
     if rows.empty:
         return rows
     of_each = [by_rank(store, of_one, _MOST_RANKS) for _, of_one in rows.groupby(COMPARISON, sort=False)]
@@ -122,13 +122,13 @@ def _height_of_bars(rows: pd.DataFrame) -> float:
 # ---- loads -----------------------------------------------------------------------------------------------------------
 
 
-def load_rows(store: Store) -> pd.DataFrame:
+def load_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per case and ``place`` in the falling order of experts, or ranks (``of``): ``load_over_mean``.
 
     Each batch and layer is put in order by itself, for its fullest expert is not that of another; then the mean over
     them. Of each policy the smallest capacity factor.
     """
-    rows = case_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
+    rows = matching(rows, "status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
     rows = rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]  # in reading order factors ascend
     both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
     rows = rows[rows["facet"].isin(both)].drop(columns="load_over_mean")
@@ -147,20 +147,20 @@ def load_rows(store: Store) -> pd.DataFrame:
 
 
 def _loads(of: str, width: float) -> object:
-    look = {"joined": "line.notna()", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
+    look = {"joined": "line != null", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
     return series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-def pareto_rows(store: Store) -> pd.DataFrame:
+def pareto_rows(store: Store, everyone: pd.DataFrame) -> pd.DataFrame:
     """Policies and replication with a speedup, and where they stand below the frontier.
 
     ``relief``: native's fullest rank over the policy's; ``kept_share``: of all score mass; ``curve``: of the frontier.
     """
-    everyone = case_rows(store)
-    rows = everyone.query("role in ('policy', 'replication') and speedup_median.notna() and retained_mass.notna()")
+    wanted = "role in ('policy', 'replication') and speedup_median != null and retained_mass != null"
+    rows = matching(everyone, wanted)
     if rows.empty:
         return rows
     natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
@@ -202,14 +202,14 @@ _OF_SPEED = partial(
     _COSTS,
     y="speedup_median",
     hollow=("verdict not in ('faster', 'slower')", "neither faster nor slower for sure"),
-    joined="capacity_factor.notna()",
+    joined="capacity_factor != null",
 )
 
 # Rerouted pairs where there are any, and those of earlier versions' results that were not told from dropped ones.
 _LOST = (
-    _over_steps("dropped_share", 1.4, where="dropped_share.notna()"),
+    _over_steps("dropped_share", 1.4, where="dropped_share != null"),
     _over_steps("rerouted_share", 1.4, where="rerouted_share > 0"),
-    _over_steps("missing_share", 1.4, where="dropped_share.isna() and missing_share.notna()"),
+    _over_steps("missing_share", 1.4, where="dropped_share == null and missing_share != null"),
 )
 
 # ---- the figures of times and routing --------------------------------------------------------------------------------
@@ -219,12 +219,12 @@ FIGURES: dict[str, Figure] = {
         "Speedup over native Megatron-Core",
         [
             _over_steps("speedup_median", 3.3, width=2.0),
-            _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median.notna()"),
+            _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median != null"),
             *_LOST,
         ],
         "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
         "pairs that nobody computes, or another expert in their place. {intervals}",
-        where="role in ('policy', 'replication', 'ceiling') and speedup_median.notna()",
+        where="role in ('policy', 'replication', 'ceiling') and speedup_median != null",
         needs="role != 'ceiling'",
         columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
         beside=_is_upright,
@@ -234,7 +234,7 @@ FIGURES: dict[str, Figure] = {
         [*_LOST, _over_steps("retained_mass", 2.3)],
         "Top-k pairs that nobody computes, or another expert in their place, and the score mass of what is computed "
         "over that of the model's own top-k; all ranks' tokens together, mean over batches.",
-        where="role == 'policy' and status == 'ok' and missing_share.notna()",
+        where="role == 'policy' and status == 'ok' and missing_share != null",
         columns=COSTS,
         beside=_is_upright,
         of="routing",
@@ -243,7 +243,7 @@ FIGURES: dict[str, Figure] = {
         "Where the time goes",
         [bars(height=_height_of_bars)],
         "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
-        phase_rows,
+        rows=phase_rows,
         columns=("phases", "time_ms", *COSTS),
         of="phases",
     ),
@@ -252,7 +252,7 @@ FIGURES: dict[str, Figure] = {
         [bars(height=_height_of_bars)],
         "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
         "wait for the rank that waits least.",
-        rank_rows,
+        rows=rank_rows,
         columns=("rank", "phases", "time_ms", *COSTS),
         of="phases",
     ),
@@ -261,7 +261,7 @@ FIGURES: dict[str, Figure] = {
         [_loads("expert", 2.0), _loads("rank", 1.0)],
         "(token, expert) pairs over the mean of the model's own routing: fullest first in every batch and layer, then "
         "the mean{of_factors}.",
-        load_rows,
+        rows=load_rows,
         columns=("of", "place", "load_over_mean"),
         beside=True,
         of="routing",
@@ -270,12 +270,12 @@ FIGURES: dict[str, Figure] = {
         "What speed costs",
         [
             _OF_SPEED("retained_mass", reverse=True),
-            _OF_SPEED("dropped_share", where="dropped_share.notna()"),
-            _COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, where="relief.notna()"),
+            _OF_SPEED("dropped_share", where="dropped_share != null"),
+            _COSTS("kept_share", "relief", joined=None, reverse=True, more=_draw_frontier, where="relief != null"),
         ],
         "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
         "factors. What drops more than 95 % is left out.",
-        pareto_rows,
+        rows=pareto_rows,
         columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
         beside=True,
     ),
@@ -284,13 +284,13 @@ FIGURES: dict[str, Figure] = {
 # ---- what answers cost -----------------------------------------------------------------------------------------------
 
 
-def answer_rows(quality: Quality) -> pd.DataFrame:
+def answer_rows(quality: Quality, costs: pd.DataFrame) -> pd.DataFrame:
     """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
 
     Of cases that all checkpoints of a group have the means over them and the interval over them; of one its own.
     ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
     """
-    costs = text_costs(quality).query("role != 'baseline' and policy != 'topk'")
+    costs = matching(costs, "role != 'baseline' and policy != 'topk'")
     by_case = costs.groupby(["group", "label", "phase"], sort=False)
     rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
     added = by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean()
@@ -326,7 +326,8 @@ QUALITY_FIGURES = {
         [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
         "Cross-entropy added to the unpatched model's on the same sequences, nats per token. A line joins what no "
         "other setting of the policy beats in both; each is a row of the CSV.{whiskers}",
-        answer_rows,
+        frame=text_costs,
+        rows=answer_rows,
         columns=(
             *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
             *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
@@ -343,11 +344,9 @@ _OF_COMPARISON = [
 _VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]
 
 
-def claim_rows(claims: Claims) -> pd.DataFrame:
+def claim_rows(claims: Claims, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per claim, policy and traffic that was measured, a facet for each metric; shares in percent."""
-    rows = claims.measured.drop(columns="note")  # which is the claim's, not the figure's
-    if rows.empty:
-        return rows
+    rows = rows.drop(columns="note")  # which is the claim's, not the figure's
     rows = rows.merge(comparisons(claims.store)[["comparison_id", *_OF_COMPARISON]], on="comparison_id")
     is_share = rows["metric"].isin(SHARES)
     name = rows["metric"].map(METRICS)
@@ -400,7 +399,8 @@ CLAIMS_FIGURE = Figure(
     ],
     "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest "
     "and largest pair below ten batches.{missing_marks}",
-    claim_rows,
+    frame=lambda claims: claims.measured,
+    rows=claim_rows,
     columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
     most=1,
     limit=99,

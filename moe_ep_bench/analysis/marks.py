@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
+from moe_ep_bench.analysis.filters import holds, matching
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -51,7 +52,8 @@ class Panel:
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
-        where: a query: rows of the facet that the panel draws, which is left out where there is none; empty = all.
+        where: a condition (``filters``): rows of the facet that the panel draws, which is left out where there is none;
+            empty = all.
     """
 
     draw: Draw
@@ -64,7 +66,7 @@ class Panel:
         return self.height(rows) if callable(self.height) else self.height
 
     def rows(self, facet: pd.DataFrame) -> pd.DataFrame:
-        return facet.query(self.where, engine="python") if self.where else facet
+        return matching(facet, self.where)
 
 
 def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
@@ -219,7 +221,7 @@ def series(
     y: str,
     *,
     names: bool = False,
-    joined: str = "True",
+    joined: str | None = "",
     hollow: tuple[str, str] | None = None,
     xlabel: str = "",
     ylabel: str = "",
@@ -233,8 +235,8 @@ def series(
         names: values of ``x`` stand at even distances, names before numbers, and points of several lines at the same
             one a little beside each other. Where there are names alone the axis stands upright. Of values that are
             words it is so unasked.
-        joined: an expression of the columns: points that are joined.
-        hollow: a query for points that are drawn hollow, and what that means, for the legend.
+        joined: a condition: points that are joined; empty = all, None = none.
+        hollow: a condition for points that are drawn hollow, and what that means, for the legend.
         xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
         reverse: more of ``x`` stands to the left.
         more: what else is drawn.
@@ -252,14 +254,14 @@ def series(
             line=shown["line"],
             legend=shown["legend"],
             place=shown[x].map(places) if by_name else across.scale * shown[x].astype(float),
-            is_hollow=shown.eval(hollow[0], engine="python") if hollow else False,
-            is_joined=False if upright else shown.eval(joined, engine="python"),
+            is_hollow=holds(shown, hollow[0]) if hollow else False,
+            is_joined=False if upright or joined is None else holds(shown, joined) if joined else True,
             is_named=shown["line"] == shown[x] if upright else False,  # beside the axis
         ).sort_values("place", kind="stable")
         has_native = not (by_name or up.native is None or across.native is None)
         if not by_name and len(points):
             stars = [across.scale * across.native] if has_native else []
-            _number_columns(axes, np.array([*points["place"], *stars]), may_be_log=joined == "True")
+            _number_columns(axes, np.array([*points["place"], *stars]), may_be_log=joined == "")
         aside = _aside(points, list(looks)) if by_name else {}
         for line, look in looks.items():
             if len(part := points[points["line"] == line]):

@@ -161,6 +161,11 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
     return [
         ("{}", "; ".join(f"{name}: {component_words(part)}" for name, part in parts.items() if part)),
         (
+            "{} EP groups, which never meet: times and loads are means over them, slowest EP group: of the longest in "
+            "each iteration",
+            ran and facts.num_replicas > 1 and facts.num_replicas,
+        ),
+        (
             "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for "
             "the rest of the model (modelled{})",
             not facts.whole and rest and (rest.num_moe_layers, rest.us_per_moe_layer, rest.of and f", {rest.of}"),

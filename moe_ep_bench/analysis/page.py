@@ -67,6 +67,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
+    images = [_image(*item) for item in drawings(store, passed_over).items()]
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,
@@ -88,7 +89,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
         warnings=[line.removeprefix(WARNING) for line in warnings(store)],
-        images=[_image(*item) for item in drawings(store).items()],
+        images=images,
         tables=tables(store, list(VIEWS)),
         jobs=jobs(store).to_dict("records"),
         script=Markup(script),

@@ -7,18 +7,22 @@ What cannot be trusted is named, a line each, and passed over; the rest is drawn
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import RootModel
+
 from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
+from moe_ep_bench.analysis.filters import parsed
 from moe_ep_bench.analysis.papers import Claims
-from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of
+from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of, typed
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
-from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known, naming
 from moe_ep_bench.files import check_folder, write_text
 
 _LINES = ("x", "y", "by", "facet", "where")
@@ -29,21 +33,29 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     Args:
         options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory);
-            x, y, by, facet and where, of a figure of any columns.
+            x, y, by and facet, of a figure of any columns; where, which rows are drawn.
     """
     formats = _names("--format", options.format, FORMATS)
     columns = _columns_asked_for(options)
+    if options.where is not None:
+        with naming("--where"):
+            parsed(options.where)
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
         check_folder(out, "--out")
     passed_over: list[str] = []
-    tables = [(store, columns or figures_of(store)) for store in stores(options.directories, passed_over)]
+    read = list(stores(options.directories, passed_over))
+    tables = [(store, columns or figures_of(store, passed_over)) for store in read]
+    if columns and not all(isinstance(store, Store) for store in read):
+        passed_over.append("--x, --y: expected times or routing; passed over what `quality` wrote")
+        tables = [(store, table) for store, table in tables if isinstance(store, Store)]
     known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
     asked = None if options.figures is None else _names("--figures", options.figures, known)
     drawn = {}
     with house_style():
         for store, table in tables:
-            drawn |= {name: draw(table[name], store) for name in (asked or table) if name in table}
+            chosen = {name: table[name] for name in (asked or table) if name in table}
+            drawn |= _drawn(store, chosen, None if columns else options.where, None if asked else passed_over)
     for line in passed_over:
         say(line)
     written = write(drawn, out, formats)
@@ -57,19 +69,23 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]:
-    """What the directories hold: times and routing as one ``Store``, and each of ``quality`` by itself.
+    """What the directories hold: times and routing as one ``Store``, and what ``quality`` wrote as one ``Quality``.
 
     A directory that cannot be read is named in ``passed_over``.
     """
-    timed = []
+    timed, judged = [], {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         if kind_of(directory) != "quality":
             timed.append(directory)
             continue
         try:
-            yield _quality(directory)
+            judged[directory] = _quality(directory)
         except ResultsError as error:
             passed_over.append(str(error))
+    if judged:
+        from moe_ep_bench.analysis.quality import beside
+
+        yield beside(judged)
     try:
         if timed:
             yield load(timed, passed_over)
@@ -86,22 +102,55 @@ def _quality(directory: Path) -> Any:
     return quality
 
 
-def figures_of(store: Any) -> dict[str, Figure]:
-    """All figures that a store may have, its configs' ``figures:`` too, by name."""
+def figures_of(store: Any, passed_over: list[str] | None = None) -> dict[str, Figure]:
+    """All figures that a store may have, its configs' ``figures:`` too, by name.
+
+    Args:
+        passed_over: gets a line for a config's figures that cannot be read; None = it is raised.
+    """
     if isinstance(store, Claims):
         return {"claims": CLAIMS_FIGURE}
     if not isinstance(store, Store):
         return QUALITY_FIGURES
     table = dict(FIGURES)
-    for config in jobs(store)["config"]:
-        for values in (values for experiment in config or [] for values in experiment.get("figures") or []):
-            table |= lines(**{name: values.get(name) for name in _LINES})
+    for job in jobs(store).to_dict("records"):
+        experiments = job["config"] if isinstance(job["config"], list) else [job["config"] or {}]
+        for asked in (experiment["figures"] for experiment in experiments if experiment.get("figures")):
+            from moe_ep_bench.config import FigureConfig
+
+            where = f"run.json of {job['directory']}: figures."
+            with _passing_over(passed_over):
+                for number, figure in enumerate(typed(RootModel[list[FigureConfig]], where, asked).root):
+                    table |= lines(**figure.model_dump(), of=f"{where}{number}.")
     return table
 
 
-def drawings(store: Any) -> dict[str, Drawing]:
-    """All figures for which a store has rows. In ``house_style``."""
-    drawn = {name: draw(figure, store) for name, figure in figures_of(store).items()}
+@contextlib.contextmanager
+def _passing_over(lines: list[str] | None) -> Iterator[None]:
+    """Add a UserError to the lines; None = raise it."""
+    try:
+        yield
+    except UserError as error:
+        if lines is None:
+            raise
+        lines.append(str(error))
+
+
+def _drawn(
+    store: Any, table: Mapping[str, Figure], where: str | None, passed_over: list[str] | None
+) -> dict[str, Drawing | None]:
+    """The figures of a table; those of a config that cannot be drawn are named in ``passed_over``."""
+    drawn = {}
+    for name, figure in table.items():
+        is_of_config = isinstance(store, Store) and name not in FIGURES
+        with _passing_over(passed_over if is_of_config else None):
+            drawn[name] = draw(figure, store, where)
+    return drawn
+
+
+def drawings(store: Any, passed_over: list[str] | None = None) -> dict[str, Drawing]:
+    """All figures for which a store has rows; ``passed_over`` as in ``figures_of``. In ``house_style``."""
+    drawn = _drawn(store, figures_of(store, passed_over), None, passed_over)
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
 
@@ -143,7 +192,7 @@ def draw_claims(claims: Claims) -> list[Path]:
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:
     """The figure of ``--x`` over ``--y``; none where these were not given."""
     given = {name: getattr(options, name) for name in _LINES}
-    if not any(given.values()):
+    if not any(value for name, value in given.items() if name != "where"):
         return {}
     for name in ("x", "y"):
         if given[name] is None:

@@ -75,6 +75,20 @@ class Quality(NamedTuple):
         return bool(self.cases["text"].notna().any())
 
 
+def beside(qualities: Mapping[Path, Quality]) -> Quality:
+    """Several directories beside each other: what is of one says so, and nothing of two is compared."""
+    if len(qualities) == 1:
+        return next(iter(qualities.values()))
+    parts, num_groups = [], 0
+    for place, (directory, one) in enumerate(qualities.items()):
+        ids = {key: lambda rows, key=key, of=place: f"{of}/" + rows[key] for key in ("comparison_id", "case_id")}
+        said = {key: one.cases[key] + f", from {directory.name}" for key in ("title", "comparison")}
+        cases = one.cases.assign(**said, group=one.cases["group"] + num_groups).reset_index().assign(**ids)
+        parts.append(Quality(cases.set_index("case_id"), one.scores.assign(**ids), one.routing.assign(**ids)))
+        num_groups = cases["group"].max() + 1
+    return Quality(*map(pd.concat, zip(*parts, strict=True)))
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 

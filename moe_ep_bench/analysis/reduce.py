@@ -1,11 +1,14 @@
 """The only place where ranks are joined and ratios formed: times, phases and routing of cases.
 
-*Layer time.* Ranks meet in every layer, so the slowest one's time is the layer's: the maximum over ranks of ``total``,
-per iteration, from plain iterations (nothing is read inside them).
+*Layer time.* Ranks of an EP group meet in every layer, so the slowest one's time is the layer's: the maximum over ranks
+of ``total``, per iteration, from plain iterations (nothing is read inside them).
+
+*EP groups.* Where the world has several, they never meet: each is reduced by itself, then comes the mean over groups.
+The slowest group's numbers stand beside it, in columns named ``slowest_group_*``.
 
 *Phases* come from breakdown iterations, which hold extra clock readings and barriers; what these cost and what no
 phase covers are reported beside. A mean over ranks shows what ranks lose to waiting, the slowest rank shows what they
-wait *for*. On GPUs each wait is less what its probe costs when nobody waits (``probe_floor_us``).
+wait *for*. On GPUs each wait of each layer is less what its probe costs when nobody waits (``probe_floor_us``).
 
 *Routing.* Each rank reports its own tokens. A batch is one thing to the model, so ranks are joined first (counts and
 score mass are summed), every batch of every layer for itself, and only then batches are averaged. Averaging the ranks'
@@ -55,6 +58,8 @@ PASS_PARTS = {
     **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
     UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
+# What probes cost when nobody waits, beside the phases.
+PROBES = "probes"
 # Which iteration of which case.
 KEY = ["case", *ITERATION]
 
@@ -62,27 +67,68 @@ KEY = ["case", *ITERATION]
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def layer_times(samples: pd.DataFrame) -> pd.DataFrame:
-    """Time of the slowest rank in each plain iteration, and for how long its host was busy; by ``KEY``, us."""
+def groups_of(index: pd.MultiIndex, ep_size: pd.Series) -> np.ndarray:
+    """The EP group of each row, of levels ``case`` and ``rank``: ranks stand in their groups one after another."""
+    return index.get_level_values("rank") // index.get_level_values("case").map(ep_size)
+
+
+def layer_times(samples: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
+    """Time of the slowest rank in each plain iteration, and for how long its host was busy; by ``KEY``, us.
+
+    Args:
+        ep_size: by case, ranks of an EP group.
+
+    Returns:
+        ``time_us`` and ``host_us``, means over EP groups; ``slowest_group_us``.
+    """
     totals = samples[samples["kind"].eq("plain") & samples["phase"].eq(TOTAL)]
     totals = totals.assign(host_us=totals[HOST_BUSY].fillna(totals[HOST]))  # of earlier versions
-    return on_slowest(totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index(), "time_us")
+    times_us = totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index()
+    slowest_group_us = times_us["time_us"].groupby(level=KEY).max()
+    return on_slowest(times_us, ep_size, "time_us").assign(slowest_group_us=slowest_group_us)
 
 
-def phase_times(samples: pd.DataFrame) -> pd.DataFrame:
+def phase_times(samples: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
     """Phases of each rank in each breakdown iteration, summed over layers; by ``KEY`` and rank, us.
 
-    Columns: ``PHASES``, ``unaccounted``, ``total``; null where a phase did not occur.
+    Args:
+        floor_us: by case what a probe costs when nobody waits; taken off the wait of every layer, where there is one.
+
+    Returns:
+        Columns ``PHASES``, ``unaccounted``, ``total``, null where one did not occur; ``PROBES``, what was taken off.
     """
     rows = samples[samples["kind"].eq("breakdown")]
-    times_us = rows.groupby([*KEY, "rank", rows["phase"].astype(str)])["time_us"].sum().unstack("phase")
-    return times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL]).astype(float)
+    floors_us = rows["case"].map(floor_us).where(rows["phase"].isin(WAITING_PHASES), 0.0)
+    off_us = floors_us.clip(upper=rows["time_us"])
+    rows = rows.assign(phase=rows["phase"].astype(str), time_us=rows["time_us"] - off_us, off_us=off_us)
+    times_us = rows.groupby([*KEY, "rank", "phase"])["time_us"].sum().unstack("phase")
+    times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL]).astype(float)
+    return times_us.assign(**{PROBES: rows.groupby([*KEY, "rank"])["off_us"].sum()})
 
 
-def on_slowest(times_us: pd.DataFrame, total: str = TOTAL) -> pd.DataFrame:
-    """Rows of the rank with the longest total in each iteration, of equal ones the first; by ``KEY``."""
-    is_slowest = times_us[total] == times_us.groupby(level=KEY)[total].transform("max")
-    return times_us[is_slowest].groupby(level=KEY).head(1).droplevel("rank").fillna(0.0)
+def moe_times(times_us: pd.DataFrame) -> pd.Series:
+    """Time in MoE layers of a pass, waiting and its probes included."""
+    return times_us[[*MOE_PHASES, PROBES]].sum(axis=1)
+
+
+def on_slowest(times_us: pd.DataFrame, ep_size: pd.Series, total: str = TOTAL) -> pd.DataFrame:
+    """Rows of the rank with the longest total in each iteration, of equal ones the first; by ``KEY``.
+
+    Of several EP groups the mean over these ranks.
+    """
+    group = groups_of(times_us.index, ep_size)
+    unit = [*(times_us.index.get_level_values(name) for name in KEY), group]
+    is_slowest = times_us[total] == times_us.groupby(unit)[total].transform("max")
+    slowest_us = times_us[is_slowest].groupby([one[is_slowest.to_numpy()] for one in unit]).head(1)
+    slowest_us = slowest_us.droplevel("rank").fillna(0.0)
+    return slowest_us.groupby(level=KEY).mean() if (group > 0).any() else slowest_us
+
+
+def longest(times_us: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
+    """Of each column the longest of an EP group's ranks in each iteration, mean over groups; by ``KEY``."""
+    group = groups_of(times_us.index, ep_size)
+    unit = [*(times_us.index.get_level_values(name) for name in KEY), pd.Index(group, name="group")]
+    return times_us.groupby(unit).max().groupby(level=KEY).mean()
 
 
 def mean_ms(times_us: pd.DataFrame, groups: Mapping[str, Sequence[str]]) -> pd.DataFrame:
@@ -98,12 +144,12 @@ def probe_floor_us(facts: TimedFacts | RoutedFacts, conditions: Iterable[Conditi
     return float(np.median(known)) if known and getattr(facts, "backend", "") == "nccl" else 0.0
 
 
-def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
+def breakdown(times_us: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
     """What the breakdown iterations of cases say, by case.
 
     Args:
         times_us: of ``phase_times``.
-        floor_us: by case what is taken off every wait.
+        ep_size: by case, ranks of an EP group.
 
     Returns:
         ``breakdown_slowest_phase``, which takes longest (median over iterations) on the rank that is slowest in each
@@ -112,11 +158,7 @@ def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
         likewise ``breakdown_policy_share``; ``breakdown_layer_ms``, the median, probes included; ``<group>_ms``, mean
         over ranks, then median over iterations.
     """
-    waits = list(WAITING_PHASES)
-    floors_us = floor_us.reindex(times_us.index.get_level_values("case")).to_numpy()
-    less_us = times_us[waits].sub(floors_us, axis=0).clip(lower=0.0)
-    times_us = times_us.assign(**less_us)
-    slowest_us = on_slowest(times_us)
+    slowest_us = on_slowest(times_us, ep_size)
     median_us = slowest_us.groupby(level="case").median()
     per_batch_us = slowest_us.groupby(level=["case", "batch"]).sum()
     shares = per_batch_us.div(per_batch_us[TOTAL], axis=0).groupby(level="case").median()
@@ -150,24 +192,35 @@ ROUTED = [
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
     "moved_gib",
 ]  # fmt: skip
+# What the fullest of several EP groups has.
+OF_SLOWEST = {name: f"slowest_group_{name}" for name in ("fullest_expert", "fullest_rank")}
+# By what groups of unequal tokens count in a mean; of others each counts alike.
+_WEIGHTS = {
+    **dict.fromkeys([*LOST, "missing_share"], "num_topk_pairs"),
+    **dict.fromkeys(["experts_per_token", *SHARES], "num_tokens"),
+    "retained_mass": "mass",
+}
 
 
 def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:
-    """A row per layer and batch of one case, its source ranks joined.
+    """A row per layer, batch and EP group of one case, its source ranks joined.
 
     Args:
         rows: of the table ``routing``.
         at_home: experts are at their homes where no slots say otherwise.
 
     Returns:
-        ``case``, ``layer``, ``batch``, ``COUNTS``, ``UNKNOWN``, ``SHARES``, ``ERRORS``, ``ROUTED`` but the frontier's,
-        and pairs as lists: ``load_E``, ``load_R``, ``pairs_RR`` (from each source rank to each rank's experts, row by
-        row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same yardstick for every policy, so that
-        dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed; ``retained_mass`` is
-        ``metrics.mass_kept``, above 1 where a policy adds experts.
+        ``case``, ``layer``, ``batch``, ``ep_group``, ``COUNTS``, ``UNKNOWN``, ``SHARES``, ``ERRORS``, ``ROUTED`` but
+        the frontier's, and pairs as lists: ``load_E``, ``load_R``, ``pairs_RR`` (from each source rank to each rank's
+        experts, row by row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same yardstick for every
+        policy, so that dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed;
+        ``retained_mass`` is ``metrics.mass_kept``, above 1 where a policy adds experts.
     """
+    num_ranks = facts.num_ranks
+    rows = rows.assign(ep_group=rows["rank"] // num_ranks)
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
-    num_sources = rows["rank"].nunique()  # of which every unit has a row (written by ``bench.rows``)
+    # Of which every unit has a row (written by ``bench.rows``).
+    num_sources = rows["rank"].nunique() // rows["ep_group"].nunique()
     num_units = len(rows) // num_sources
 
     def by_unit(names: str | list[str]) -> np.ndarray:
@@ -186,14 +239,13 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         lost["missing_share"] = counts[MISSING] / topk_U
     load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
-    num_ranks = facts.num_ranks
     # Slots say where replicas and moved weights are.
     in_slots = rows["slot_load_P"].notna().all()
     load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
     activated_UR = (load_UP.reshape(num_units, num_ranks, -1) > 0).sum(axis=2)
     return pd.DataFrame(
         {
-            **rows[["case", "layer", "batch"]].iloc[::num_sources].reset_index(drop=True),
+            **rows[["case", "layer", "batch", "ep_group"]].iloc[::num_sources].reset_index(drop=True),
             **counts,
             **shares,
             **errors,
@@ -228,10 +280,30 @@ def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame
 
 
 def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
-    """``ROUTED`` by case, means over batches, then layers; of output errors first the worst layer of each batch."""
-    by_layer = routing.groupby(["case", "layer"], dropna=False)[ROUTED].mean()
+    """``ROUTED`` by case, means over batches, then layers; of output errors first the worst layer of each batch.
+
+    Of several EP groups first the mean over them, as over all their tokens; beside it ``OF_SLOWEST``, the fullest's.
+    """
+    routing = _over_groups(routing)
+    by_layer = routing.groupby(["case", "layer"], dropna=False)[[*ROUTED, *OF_SLOWEST.values()]].mean()
     is_unknown = routing[UNKNOWN[0]].isna().groupby(routing["case"]).any()  # a mean over the others would be none
     errors = routing.groupby(["case", "batch"])["output_error"].max()
     means = by_layer.groupby("case").mean()
     means.loc[is_unknown, LOST] = np.nan
     return means.join(errors.groupby("case").mean())
+
+
+def _over_groups(routing: pd.DataFrame) -> pd.DataFrame:
+    """A row per case, layer and batch; ``OF_SLOWEST`` is null where there is one EP group alone."""
+    if not (routing["ep_group"] > 0).any():
+        return routing.assign(**dict.fromkeys(OF_SLOWEST.values(), np.nan))
+    unit = ["case", "layer", "batch"]
+    weights = routing.assign(mass=routing["num_tokens"] * routing["topk_share"])
+    numbers = [*ROUTED, *UNKNOWN, *ERRORS]
+    weight = pd.DataFrame({name: weights[_WEIGHTS[name]] if name in _WEIGHTS else 1.0 for name in numbers})
+    weight = weight.where(routing[numbers].notna())
+    keys = [routing[name] for name in unit]
+    sums, totals = ((one.groupby(keys, dropna=False).sum(min_count=1)) for one in (weight * routing[numbers], weight))
+    groups = routing.groupby(unit, dropna=False)
+    slowest = groups[list(OF_SLOWEST)].max().rename(columns=OF_SLOWEST).where(groups.size() > 1)
+    return (sums / totals).join(slowest).reset_index()

@@ -59,11 +59,12 @@ def show(
     if out is not None:
         check_folder(out.parent, "--out: folder")
     passed_over: list[str] = []
-    others = {kind_of(directory) for directory in directories} & {"quality", "validation"}
-    if others and len(directories) > 1:
-        raise UserError(f"{directories[0]}: holds {'/'.join(sorted(others))}; expected one such directory at a time")
-    if others and views:
-        raise UserError(f"--view: expected none of {directories[0]}, which holds {'/'.join(others)}")
+    others = {path: kind for path in directories if (kind := kind_of(path)) in ("quality", "validation")}
+    for directory, kind in others.items():
+        if len(directories) > 1:
+            raise UserError(f"{directory}: holds {kind}; expected such a directory by itself")
+        if views:
+            raise UserError(f"--view: expected none of {directory}, which holds {kind}")
     text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, passed_over)
     if out is None:
         sys.stdout.write(text)

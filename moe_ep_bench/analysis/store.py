@@ -1,4 +1,4 @@
-"""From directories to a store: comparisons with their typed facts, and one long frame for each table.
+"""From directories to a store: of each the comparisons with their typed facts, and a long frame for each table.
 
 Parts are written whole, by this program alone, so their content is trusted where Parquet's checksums hold. Every case
 of run.json must have a status and, where it was measured, its routing. What is not so is one line that names the file:
@@ -84,8 +84,8 @@ class Comparison:
 
 
 @dataclass(frozen=True, eq=False)
-class Store:
-    """Comparisons in the order of their directories and sweeps, and what was recorded of their cases.
+class Directory:
+    """Comparisons of one directory in the order of its sweep, and what was recorded of their cases.
 
     Attributes:
         cases: a row per case in run.json's order: ``comparison``, its place among ``comparisons``; ``case_id``;
@@ -103,6 +103,17 @@ class Store:
     samples: pd.DataFrame
     routing: pd.DataFrame
     frontier: pd.DataFrame
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Directories beside each other, in the order in which they were named."""
+
+    directories: tuple[Directory, ...]
+
+    @cached_property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        return tuple(one for directory in self.directories for one in directory.comparisons)
 
     @cached_property
     def by_id(self) -> dict[tuple[str, str], Comparison]:
@@ -254,27 +265,20 @@ def load(directories: Path | Iterable[Path], passed_over: list[str] | None = Non
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
             is left.
     """
-    read: list[Read] = []
+    read: list[Directory] = []
     lines: list[str] = []
     for name, folder in _named([directories] if isinstance(directories, Path) else directories).items():
         try:
-            read += _read_directory(name, folder, lines)
+            one, left_out = read_directory(name, folder, join_draws=join_draws)
         except ResultsError as error:
-            lines.append(str(error))
+            one, left_out = None, [str(error)]
+        read += [] if one is None else [one]
+        lines += left_out
     if not read or (lines and passed_over is None):
         raise ResultsError(lines[0] if lines else "expected a directory, got none")
     if passed_over is not None:
         passed_over += lines
-    read = _with_draws_joined(read) if join_draws else read
-    cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
-    begins = np.cumsum([0, *(len(one.cases) for one in read)])
-    frames = {
-        table: _together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
-        for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
-    }
-    if not (cases["status"] == "ok").any():
-        raise ResultsError("no case was measured under every seed of its traffic")
-    return Store(tuple(one.comparison for one in read), cases, **frames)
+    return Store(tuple(read))
 
 
 def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -294,8 +298,8 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
     }
 
 
-def _read_directory(name: str, folder: Path, lines: list[str]) -> list[Read]:
-    """All comparisons that can be read; ``lines`` gets what is left out."""
+def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Directory | None, list[str]]:
+    """All comparisons that can be read, None where there are none, and a line for each thing that is left out."""
     files, kind = RunDirectory(folder), kind_of(folder)
     if kind == "validation":
         raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
@@ -306,7 +310,8 @@ def _read_directory(name: str, folder: Path, lines: list[str]) -> list[Read]:
     run = read_document(files.run_json, RunFacts)
     facts, listed = facts_of(files.run_json, run)
     paths = {table: files.parts(table) for table in _COLUMNS}
-    read, num_lines = [], len(lines)
+    read: list[Read] = []
+    lines: list[str] = []
     for key in sorted(facts, key=lambda key: _place_in_sweep(facts[key])):
         cases = {case_id: case for case_id, case in listed.items() if case.comparison_id == key}
         of_comparison = {table: of_table.get(key, []) for table, of_table in paths.items()}
@@ -316,11 +321,20 @@ def _read_directory(name: str, folder: Path, lines: list[str]) -> list[Read]:
             lines.append(str(error))
     tried = [case for one in read for case in one.cases.itertuples()]
     if not any(case.status == "ok" for case in tried):
-        if len(lines) > num_lines:  # They say why.
-            return []
+        if lines:  # They say why.
+            return None, lines
         first = f"{tried[0].facts.label}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
         raise ResultsError(f"{folder}: no case was measured; {first}")
-    return read
+    read = _with_draws_joined(read) if join_draws else read
+    cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
+    if not (cases["status"] == "ok").any():
+        raise ResultsError(f"{folder}: no case was measured under every seed of its traffic")
+    begins = np.cumsum([0, *(len(one.cases) for one in read)])
+    frames = {
+        table: _together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
+        for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
+    }
+    return Directory(tuple(one.comparison for one in read), cases, **frames), lines
 
 
 def _place_in_sweep(facts: TimedFacts | RoutedFacts) -> tuple[list[tuple[bool, Any]], int]:
@@ -440,9 +454,9 @@ def jobs(store: Store) -> pd.DataFrame:
 
 def _with_draws_joined(read: Iterable[Read]) -> list[Read]:
     """Comparisons joined, each under the id of its first, or of the group of routed layers."""
-    groups: dict[tuple[str, str], list[Read]] = {}
+    groups: dict[str, list[Read]] = {}
     for one in read:
-        groups.setdefault((one.comparison.directory, _alike(one)), []).append(one)
+        groups.setdefault(_alike(one), []).append(one)
     return [_joined(members) for members in groups.values()]
 
 

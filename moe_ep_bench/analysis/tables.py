@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, samples
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, kind_of, ranks
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
+from moe_ep_bench.analysis.filters import matching
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
-from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
-from moe_ep_bench.analysis.store import ITERATION, Store
+from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
@@ -31,7 +32,7 @@ class View:
         of: the comparisons that have it: layer, model, route.
         columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
         headers: other headers than ``COLUMNS`` has, by name.
-        where: a query of the frame; empty = all rows.
+        where: a condition (``filters``); empty = all rows.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
     """
@@ -54,21 +55,13 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     """
     native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], [f"{group}_ms" for group in GROUPS]
     chosen, one = pd.concat([native, fastest(rows)]), store.by_id[tuple(rows[COMPARISON].iloc[0])]
-    times = samples(store, chosen).query("kind == 'breakdown'")
-    if native.empty or times.empty:
+    shown = chosen.drop(columns=["rank", *names], errors="ignore").merge(ranks(store), on=CASE)
+    if native.empty or shown.empty:
         return rows[:0]
-    less_us = (times["time_us"] - probe_floor_us(one.facts, one.conditions.values())).clip(lower=0)
-    times = times.assign(
-        time_us=times["time_us"].mask(times["phase"].isin(GROUPS["waiting"]), less_us),
-        group=times["phase"].map({phase: f"{group}_ms" for group, phases in GROUPS.items() for phase in phases}),
-    )
-    sums_us = times.groupby(["case_id", *ITERATION, "rank", "group"])["time_us"].sum().unstack(fill_value=0.0)
-    medians_us = sums_us.reindex(columns=names, fill_value=0.0).groupby(["case_id", "rank"]).median()
-    shown = chosen.drop(columns=["rank", *names], errors="ignore").merge((medians_us / 1e3).reset_index(), on="case_id")
     work_ms = shown[names].sum(axis=1) - shown["waiting_ms"]
     longest = shown["rank"].loc[work_ms[shown["role"] == "baseline"].nlargest(most).index]
-    ranks = next((launch.ranks for launch in one.conditions.values()), [])
-    hosts = {number: rank.hostname for number, rank in enumerate(ranks)}
+    machines = next((launch.machines for launch in one.conditions.values()), [])
+    hosts = {number: hostname for number, (hostname, _) in enumerate(machines)}
     return shown[shown["rank"].isin(longest)].assign(hostname=lambda rows: rows["rank"].map(hosts))
 
 
@@ -76,17 +69,18 @@ VIEWS = {
     "layer": View(
         "layer",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "p90_ms", "p99_ms", "pass_ms"),
-            *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
-            *("extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
+            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "slowest_group_ms", "p90_ms", "p99_ms"),
+            *("pass_ms", "tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts"),
+            *("output_error", "extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         notes=None,
     ),
     "model": View(
         "model",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "p90_ms", "over_topk_median", "moe_ms"),
-            *("moe_share", "moe_speedup_median", "by_amdahl", "policy_ms", "tokens_per_s", "tokens_per_s_per_rank"),
+            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "slowest_group_ms", "p90_ms"),
+            *("over_topk_median", "moe_ms", "moe_share", "moe_speedup_median", "by_amdahl", "policy_ms"),
+            *("tokens_per_s", "tokens_per_s_per_rank"),
         ),
         {"median_ms": "pass", "speedup_median": "end to end"},
         notes=None,
@@ -103,7 +97,8 @@ VIEWS = {
     "phases": View(
         "layer model",
         (
-            *("label", "fullest_expert", "fullest_rank", "breakdown_layer_ms", *(f"{group}_ms" for group in GROUPS)),
+            *("label", "fullest_expert", "fullest_rank", "slowest_group_fullest_rank", "breakdown_layer_ms"),
+            *(f"{group}_ms" for group in GROUPS),
             *(f"mean_rank_{part}_ms" for part in PASS_PARTS),
             *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),
         ),
@@ -145,7 +140,7 @@ def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
     frame = view.rows(store, rows)
     if view.where:
         frame = frame.reindex(columns=list(dict.fromkeys([*frame, *view.columns])))
-        frame = frame.query(view.where, engine="python")
+        frame = matching(frame, view.where)
     if frame.empty:
         return Table(frame, ())
     facts = rows.iloc[0]

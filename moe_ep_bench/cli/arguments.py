@@ -131,7 +131,7 @@ plot  draw the figures of one or several results directories
   --y COLUMN  upright, means
   --by COLUMN  a line for each value (default: policies)
   --facet COLUMN  a panel for each value (default: comparisons)
-  --where EXPR  rows, such as "policy == 'oea' and num_ranks == 8"
+  --where CONDITION  rows, of the figures too, such as "policy == 'oea' and num_ranks in (4, 8)"
 compare  compare two results directories of the same cases
   base BASE  a results directory
   new NEW  a later one

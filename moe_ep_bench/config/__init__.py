@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
 
+from moe_ep_bench.analysis.filters import parsed
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.errors import UserError, check_known, naming
@@ -403,6 +404,13 @@ class WaterfillConfig(Lossless):
         return self.title
 
 
+def _condition(text: str | None) -> str | None:
+    """A condition that can be read."""
+    if text is not None:
+        parsed(text)
+    return text
+
+
 class FigureConfig(Strict):
     """A figure of any columns; ``plot DIR --x COLUMN --y COLUMN`` lists them."""
 
@@ -414,8 +422,8 @@ class FigureConfig(Strict):
     """Column of lines; null = policies."""
     facet: str | None = None
     """Column of panels; null = comparisons."""
-    where: str | None = None
-    """Condition, as of pandas' ``query``."""
+    where: Annotated[str | None, AfterValidator(_condition)] = None
+    """Condition on columns: comparisons, ``in``, ``and``, ``or``, ``not``, literals, ``null``."""
 
 
 # ``emulate.device``: this machine's own.

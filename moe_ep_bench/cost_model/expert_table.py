@@ -147,7 +147,8 @@ def _token_us(rows: pd.DataFrame) -> float:
     Least squares in relative error over EP sizes; 0 where there are few of them. Some of every row is left to experts.
     """
     many = rows[rows["num_tokens"] >= _MANY_TOKENS].groupby("ep_size")[["num_tokens", "us"]]
-    grown = (many.last() - many.first()).query("num_tokens > 0 and us > 0")
+    grown = many.last() - many.first()
+    grown = grown[(grown["num_tokens"] > 0) & (grown["us"] > 0)]
     if len(grown) < _FEWEST_SIZES:
         return 0.0
     growth_R = (grown["us"] / grown["num_tokens"]).to_numpy()

@@ -43,8 +43,8 @@ def import_harness() -> ModuleType:
     """The package, told to speak of errors only; ValueError where it, or what it needs of others, is not installed."""
     try:
         harness = importlib.import_module("lm_eval")
-        for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
-            importlib.import_module(part)
+        importlib.import_module("lm_eval.tasks")
+        importlib.import_module("lm_eval.models.huggingface")
     except ImportError as error:
         raise UserError(
             f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
@@ -62,8 +62,15 @@ def harness_version() -> str | None:
 
 @functools.cache
 def task_manager(include: Path | None) -> Any:
-    """The harness' ``TaskManager``, which knows its own tasks and those of the folder ``include``."""
+    """The harness' ``TaskManager``, which knows its own tasks and those of the folder ``include``.
+
+    Raises:
+        ValueError: a file of ``include`` names a function, whose module the harness would import.
+    """
     import_harness()
+    for path in sorted(include.rglob("*.yaml")) if include else ():
+        if b"!function" in path.read_bytes():
+            raise UserError(f"include: {path}: expected a task without code of its own, got !function")
     return importlib.import_module("lm_eval.tasks").TaskManager(include_path=include and str(include))
 
 

@@ -1,0 +1,105 @@
+"""Directories beside each other: every ordered pair of those in results/reference, and all, in every format.
+
+Each is cut to its first comparison and read once: what differs between directories are their columns and nulls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moe_ep_bench.analysis import plot as plot_module
+from moe_ep_bench.analysis import show as show_module
+from moe_ep_bench.analysis import store as store_module
+from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, samples, timings
+from moe_ep_bench.analysis.drawing import _with_legend
+from moe_ep_bench.analysis.page import page_of
+from moe_ep_bench.analysis.show import FORMATS, show
+from moe_ep_bench.analysis.store import Directory, kind_of, read_directory
+from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.analysis.tables import MAIN, tables
+from moe_ep_bench.errors import UserError
+
+REFERENCE = Path(__file__).parents[1] / "results" / "reference"
+ALL = sorted({path.parent for name in ("run.json", "validation.json") for path in REFERENCE.glob(f"**/{name}")})
+TIMED = [path for path in ALL if kind_of(path) == "times"]
+OTHERS = [path for path in ALL if path not in TIMED]
+
+
+def first_of(one: Directory) -> Directory:
+    """A directory's first comparison."""
+    cases = one.cases[one.cases["comparison"] == 0]
+    frames = {name: getattr(one, name) for name in ("samples", "routing", "frontier")}
+    frames = {name: rows[rows["case"].isin(cases.index)] for name, rows in frames.items()}
+    return dataclasses.replace(one, comparisons=one.comparisons[:1], cases=cases, **frames)
+
+
+@functools.cache
+def read_once(name: str, folder: Path, *, join_draws: bool) -> tuple[Directory | None, list[str]]:
+    one, lines = read_directory(name, folder, join_draws=join_draws)
+    return one and first_of(one), lines
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "read_directory", read_once)
+    stores = functools.lru_cache(maxsize=1)(lambda paths, _: load(paths, []))
+    for module in (show_module, plot_module):
+        monkeypatch.setattr(module, "load", lambda directories, passed_over: stores(tuple(directories), None))
+    made = functools.lru_cache(maxsize=8)(tables)
+    monkeypatch.setattr(show_module, "tables", lambda store, views=MAIN: made(store, tuple(views)))
+
+
+def check(directories: list[Path], folder: Path) -> None:
+    """Show in every format, and make the rows of every figure that ``plot`` and the page draw."""
+    for to in FORMATS[:-1]:
+        assert show(directories, to, folder / to) == 0
+    rows = pd.read_csv(folder / "csv")
+    assert set(rows["directory"]) == {one.directory for one in load(directories).comparisons}
+    assert len(json.loads((folder / "json").read_text())["rows"]) == len(rows)
+    assert "nan" not in (folder / "md").read_text().lower()
+    if directories != sorted(directories):  # figures know no order
+        return
+    (store,) = plot_module.stores([path.resolve() for path in directories], [])
+    for figure in plot_module.figures_of(store).values():
+        made = figure.rows(store, figure.frame(store))
+        assert made.empty or len(_with_legend(made)) == len(made)
+
+
+@pytest.mark.parametrize("first", TIMED, ids=lambda path: str(path.relative_to(REFERENCE)))
+def test_every_two_directories_stand_beside_each_other_in_every_format(first: Path, tmp_path: Path) -> None:
+    for second in TIMED:
+        check([first, second], tmp_path)
+
+
+def test_all_directories_stand_beside_each_other_in_every_format_on_a_page_and_in_figures(tmp_path: Path) -> None:
+    check(TIMED, tmp_path)
+    check(TIMED[::-1], tmp_path)
+    lines: list[str] = []
+    with house_style():
+        page = page_of(ALL, lines)
+    assert all(path.resolve().name in page for path in TIMED)
+    assert len(lines) == len(OTHERS)
+
+
+def test_nulls_are_alike_in_every_frame() -> None:
+    """NaN among numbers and None among all else, of each column of each frame."""
+    store = load(TIMED)
+    for frame in (cases(store), comparisons(store), routing(store), timings(store), samples(store)):
+        for name, column in frame.items():
+            nulls = [value for value in column[column.isna()] if value is not pd.NA]
+            is_number = pd.api.types.is_numeric_dtype(column)
+            assert all(isinstance(value, float) if is_number else value is None for value in nulls), name
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([TIMED[0], *OTHERS], 2)))
+def test_a_directory_that_stands_alone_is_named(first: Path, second: Path) -> None:
+    alone = next(path for path in (first, second) if path in OTHERS)
+    with pytest.raises(UserError, match=f"^{alone}: holds {kind_of(alone)}; expected such a directory by itself$"):
+        show([first, second], "text")

@@ -129,6 +129,33 @@ def test_a_policy_has_its_look_in_every_run_and_variants_are_lighter() -> None:
     assert all(lightness(colour) > 0.2 for colour in colours)
 
 
+def test_policies_of_a_users_own_have_looks_that_no_other_has() -> None:
+    names = ["topk", *(f"mine_{number}" for number in range(12)), "mine_0 k=2", "mine_0 k=3", "ours, mixed"]
+    looks = looks_of(names)
+    pairs = {(look["color"], look["marker"]) for look in looks.values()}
+    assert len(pairs) == len(names)
+    taken = {colour for colour, _ in POLICY_LOOKS.values()}
+    assert taken.isdisjoint(look["color"] for name, look in looks.items() if name != "topk")
+    own = [looks[name]["color"] for name in ("mine_0", "mine_0 k=2", "mine_0 k=3")]
+    assert sorted(own, key=lightness) == own, "variants are lighter"
+    assert looks_of(["mine_0 k=2", "mine_0 k=3"])["mine_0 k=2"]["color"] == own[0]
+
+
+def test_all_variants_of_a_users_policy_are_drawn_whatever_their_labels(tmp_path: Path) -> None:
+    """A policy may call all its variants alike."""
+    own = [FakeCase("mine", params={"k": k, "capacity_factor": 1.0}, label="mine", dropped=k / 10) for k in (1, 2, 3)]
+    few = {"num_batches": 2, "num_iterations": 1}
+    store = store_of(tmp_path, FakeComparison(cases=[*native(), *own, drop(1.0, 1.5)], **few))
+    labels = [f"mine capacity_factor=1.0 k={k}" for k in (1, 2, 3)]
+    assert set(cases(store)["label"]) >= set(labels)
+    for name in ("speedup", "load", "phases", "pareto"):
+        drawing = drawn(name, store)
+        assert set(labels) <= set(drawing.rows["label"]), name
+        assert sum("mine" in text for text in [*legend(drawing.figure), *ticks(drawing.figure.axes[0].yaxis)]) >= 3, (
+            name
+        )
+
+
 RECORDED = {"workload": {"kind": "recorded", "description": "a trace", "tail_model": "geometric"}}
 
 

@@ -156,6 +156,12 @@ def _listed(store: Directory) -> pd.DataFrame:
     """
     rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
     rows = rows.astype({"capacity_factor": float})
+    # Labels of a user's own policies may not tell its variants apart.
+    alike = rows[rows["role"] == "policy"].groupby(["comparison_id", "label"])["policy_params"]
+    for case in alike.filter(lambda params: params.nunique() > 1).index:
+        policy, params = store.cases["facts"][case].policy, store.cases["facts"][case].policy_params
+        fields = " ".join(f"{key}={value}" for key, value in params.items() if value is not None)
+        rows.loc[case, ["label", "family_label"]] = [f"{policy} {fields}", _family(policy, params)]
     place = store.cases["comparison"]
     for name, is_kind in {
         "native": rows["role"] == "baseline",

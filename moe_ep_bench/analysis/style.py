@@ -175,7 +175,8 @@ POLICY_LOOKS = {
     "UltraEP": ("#FB8072", ">"),
     "shared": ("#8DA0CB", "v"),
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Of policies of a user's own and of what is no policy, in turn: none is one of the above.
+COLOURS = ("#E69F00", "#5B5BF0", "#E41A1C", "#17BECF", "#FF69B4", "#7A5C3E")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LINES = ("-", "--", "-.", (0, (1, 1.2)))
 _ORDERED = LinearSegmentedColormap.from_list("ordered", ["#D55E00", "#E69F00", "#009E73", "#0072B2"])
@@ -190,28 +191,28 @@ def looks_of(names: Sequence[str], more: Sequence[str] = ()) -> dict[str, Look]:
 
     A policy's name alone has that policy's colour and marker, in every figure of every run; so has its first variant
     where ``names`` do not hold the name alone. Other variants are each lighter than the one before, and have other
-    markers and lines. What is no policy takes colours in turn.
+    markers and lines. A policy of a user's own, and what is no policy, takes the next colour that no policy has.
 
     Args:
         names: of all lines of a run, which number the variants.
         more: names that a figure has beside them.
     """
     looks: dict[str, Look] = {}
+    known = dict(POLICY_LOOKS)
     variants = dict.fromkeys(names, 1)
-    others = 0
     for number, name in enumerate(dict.fromkeys([*names, *more])):
-        policy = name.split()[0].rstrip(",:") if name.split() else ""
-        if policy in POLICY_LOOKS:
-            colour, marker = POLICY_LOOKS[policy]
-            variant = 0 if name == policy else variants.get(policy, 0)
-            variants[policy] = max(variant + 1, variants.get(policy, 0))
-            white = _LIGHTER[variant % len(_LIGHTER)]
-            colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
-            markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
-            marker = markers[(markers.index(marker) + variant) % len(markers)]
-        else:
-            colour, marker = COLOURS[others % len(COLOURS)], MARKERS[others % len(MARKERS)]
-            others += 1
+        first = name.split()[0].rstrip(",:") if name.split() else ""
+        policy = first if first in POLICY_LOOKS or "=" in name else name
+        if policy not in known:
+            turn, others = divmod(len(known) - len(POLICY_LOOKS), len(COLOURS))
+            known[policy] = COLOURS[others], MARKERS[(others + turn) % len(MARKERS)]
+        colour, marker = known[policy]
+        variant = 0 if name == policy else variants.get(policy, 0)
+        variants[policy] = max(variant + 1, variants.get(policy, 0))
+        white = _LIGHTER[variant % len(_LIGHTER)]
+        colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
+        markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
+        marker = markers[(markers.index(marker) + variant) % len(markers)]
         looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **_EDGE}
         looks[name] |= {"linestyle": "-", "linewidth": 1.2, "markersize": 9} if name == "native" else {}
     return looks

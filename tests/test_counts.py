@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import yaml
 from test_workload import top_k_load
 
+from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import milliseconds
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare
+from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.targets import read_counts
@@ -65,10 +69,33 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = workload_facts(comparison).description
-        assert f"loads of layer {one.workload.layer} counted in counts.json" in described
+        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers, as" in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
     assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"
+
+
+def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its first line has the times and the speedup of its table, whatever layers differ by."""
+    counts = np.random.default_rng(0).lognormal(0, 0.6, (5, 64))
+    counts[0] = 0
+    (tmp_path / "counts.json").write_text(json.dumps(counts.tolist()))
+    asked = ["--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "4096", "--out", str(tmp_path / "out")]
+    asked += ["--set", f"workload.skew_from={tmp_path / 'counts.json'}", "--set", "workload.layer=all"]
+    assert main(["advise", *asked]) == 0
+    text = capsys.readouterr().out
+    assert "counts.json: 4 of its 5 layers, as the others, dense ones for one, count nothing" in text
+    assert "skew is assumed" not in text
+    pick = text.splitlines()[0]
+    found = re.match(r"Use (.*): a layer is (\S+) times as fast as native, (\S+) in place of (\S+) ms", pick)
+    assert found, pick
+    first = next(line for line in text.splitlines() if line.startswith("---"))
+    row = text.splitlines()[text.splitlines().index(first) + 1]
+    assert (found[2] in row, found[3] in row.split()) == (True, True), row
+    rows = cases(load(tmp_path / "out"))
+    assert found[4] == milliseconds(rows.loc[rows["role"] == "baseline", "median_ms"].iloc[0])
 
 
 # What is wrong: the content of counts.json, and what the line says behind the file's name.

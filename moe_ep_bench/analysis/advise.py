@@ -16,6 +16,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, point_words, timings
 from moe_ep_bench.analysis.columns import (
+    Row,
     Table,
     cost_words,
     interval,
@@ -162,8 +163,7 @@ def _of_native(native: pd.Series) -> Iterator[str]:
 
 def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     """What a pick gains and costs, and what a pass comes to."""
-    speedup, native_ms = pick["speedup_median"], native["median_ms"]
-    pick_ms, how = native_ms / speedup, pick["origin"]
+    speedup, native_ms, pick_ms, how = pick["speedup_median"], native["median_ms"], pick["median_ms"], pick["origin"]
     if not missing(pick["least"]):
         how += f"; {pick['least']:.2f} to {pick['most']:.2f} by {'draw' if pick['num_draws'] > 1 else 'layer'}"
     what = "a pass" if pick["scope"] == "model" else "a layer"
@@ -176,10 +176,11 @@ def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     lines = [f"Use {pick['label']}: {gain} ({how}).", f"It costs: {', '.join(costs)}."]
     if missing(native.get("pass_ms")):
         return lines
-    pass_ms = native["pass_ms"] - about["facts"]["rest"]["num_moe_layers"] * (native_ms - pick_ms)
-    times, rate = native["pass_ms"] / pass_ms, native["tokens_per_s_per_rank"]
-    end_to_end = f"{times:.3f} times as fast, {_taken(pass_ms, native['pass_ms'])}"
-    rates = f"{rate * times:,.0f} in place of {rate:,.0f} tokens/s a GPU"
+    pass_ms, of_native_ms = pick["pass_ms"], native["pass_ms"]
+    end_to_end = f"{of_native_ms / pass_ms:.3f} times as fast, {_taken(pass_ms, of_native_ms)}"
+    rates = "{:,.0f} in place of {:,.0f} tokens/s a GPU".format(
+        *(one["tokens_per_s_per_rank"] for one in (pick, native))
+    )
     of = about["facts"]["rest"]["of"]
     rest = f"a modelled rest{of and f' of {of}'}"
     return [*lines, f"The whole model, all such layers beside {rest}: {end_to_end}, {rates}."]
@@ -224,6 +225,12 @@ def _table(rows: pd.DataFrame, title: str) -> Table:
     return Table(rows, [column for column in columns if rows[column.name].notna().any()], title)
 
 
+def _is_assumed(workload: Row) -> bool:
+    """Whether somebody said how busy experts are, where nobody counted or recorded them."""
+    known = workload.get("recording") or workload.get("skew") or workload["targets"].get("expert_loads")
+    return not known and "peak_load" in workload["targets"]
+
+
 # ---- notes -----------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +241,7 @@ def _notes(
     yield from () if question is None else question.notes
     yield from (words for words in about["how"].unique() if "MIXED" in words)
     workloads = [facts["workload"] for facts in about["facts"]]
-    if any(one.get("recording") is None and "peak_load" in one["targets"] and not one.get("skew") for one in workloads):
+    if any(map(_is_assumed, workloads)):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:

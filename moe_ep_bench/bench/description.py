@@ -28,7 +28,7 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.targets import PATTERNS
+from moe_ep_bench.workload.targets import PATTERNS, uncounted_words
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.ranks import Ranks
@@ -167,7 +167,9 @@ def workload_facts(comparison: Comparison) -> WorkloadFacts:
     source = ""
     if isinstance(config, SyntheticConfig):
         if config.skew_from is not None:
-            source = f"synthetic, loads of layer {config.layer} counted in {config.skew_from.name}; "
+            few = uncounted_words(config.skew_from)
+            source = f"synthetic, loads of layer {config.layer} counted in {config.skew_from.name}"
+            source += f" ({few}); " if few else "; "
         elif config.skew is not None and config.skew not in PATTERNS:
             skew = config.calibration(preset)
             source = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); "

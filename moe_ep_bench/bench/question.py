@@ -26,6 +26,7 @@ from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.workload.targets import uncounted_words
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -133,6 +134,8 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
         if options.config is None:
             raise UserError("--trace, --peak-load: expected one, which says how busy experts are; got none")
         notes.append("assumed: traffic without skew, as the config sets none (sweep workload.peak_load)")
+    counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
+    notes += [f"{path.name}: {few}" for path in sorted(counted) if (few := uncounted_words(path))]
     chosen, left_out = candidates(asked, bounds)
     _add_device(raw, sweep)
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}

@@ -178,6 +178,24 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     Raises:
         ValueError: no such file, or it holds no counts; one line that names the file.
     """
+    count_LE = _all_counts(path)
+    return count_LE[count_LE.any(axis=1)]
+
+
+def uncounted_words(path: Path) -> str:
+    """How many layers of a file count nothing, and so are not used; empty where all count."""
+    is_counted_L = _all_counts(path).any(axis=1)
+    if is_counted_L.all():
+        return ""
+    return f"{is_counted_L.sum()} of its {len(is_counted_L)} layers, as the others, dense ones for one, count nothing"
+
+
+def _all_counts(path: Path) -> NDArray[np.float64]:
+    """The counts of every layer: float64 [L, E].
+
+    Raises:
+        ValueError: no such file, or it holds no counts; one line that names the file.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.suffix == ".pt":
@@ -198,7 +216,7 @@ def _counts(value: Any, path: Path) -> NDArray[np.float64]:
     count_LE = count.reshape(-1, *count.shape[-2:]).sum(axis=0)
     if not count_LE.any():
         raise UserError(f"{path}: expected some count above 0, got none")
-    return count_LE[count_LE.any(axis=1)]
+    return count_LE
 
 
 def layer_loads(path: Path, layer: int) -> list[float]:

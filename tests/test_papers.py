@@ -177,6 +177,17 @@ def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
     assert rows["ours"][3] == drop["dropped_share"]
 
 
+def test_a_missing_number_has_the_reason_of_the_case_that_failed(tmp_path: Path) -> None:
+    cases = [
+        dataclasses.replace(case, status="oom", reason="too big") if case.policy == "topk" else case
+        for case in standard_cases()
+    ]
+    run = write_run(tmp_path, [FakeComparison(cases=cases, num_batches=2, num_iterations=1, noise=0.0)])
+    rows = claimed(run, [{"paper": 1.2}, {"paper": 1.2, "versus": {"name": "topk"}}]).frame
+    assert rows["unmeasured"].isna().tolist() == [True, False]
+    assert rows["unmeasured"][1] == "topk: oom: too big"
+
+
 def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
     settings = {"num_batches": 10, "noise": 0.0, "num_iterations": 1, "kinds": ("plain",)}
     draws = []

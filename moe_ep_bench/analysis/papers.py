@@ -132,8 +132,15 @@ def _row(claim: _Row, case: Row, against: Row | None, times: Times) -> Row:
         "mode": case["how"],
         "device": case["facts"].get("device") or case["device"],
         "links": case["links_words"],
-        "unmeasured": None if value else case["reason"] or "it or what it is set against was not measured",
+        "unmeasured": None if value else _why_not(case, against),
     }
+
+
+def _why_not(case: Row, against: Row | None) -> str:
+    """Why a claim has no number of ours."""
+    lost = [row for row in (case, against) if row is not None and row["status"] != "ok"]
+    reasons = [f"{row['label']}: {row['status']}: {row['reason']}" for row in lost]
+    return "; ".join(reasons) or "the case or its baseline was not measured"
 
 
 def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, float, float] | None:

@@ -423,7 +423,7 @@ class FigureConfig(Strict):
     facet: str | None = None
     """Column of panels; null = comparisons."""
     where: Annotated[str | None, AfterValidator(_condition)] = None
-    """Condition on columns: comparisons, ``in``, ``and``, ``or``, ``not``, literals, ``null``."""
+    """Condition on columns (docs/figures.md)."""
 
 
 # ``emulate.device``: this machine's own.

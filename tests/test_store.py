@@ -149,6 +149,15 @@ def test_points_of_a_sweep_are_in_the_order_of_their_values_numbers_first(tmp_pa
     assert list(cases(load(tmp_path))["comparison_id"].unique()) == ["c2", "c0", "c3", "c1"]
 
 
+@pytest.mark.parametrize("value", ["(a+)+$", [1], {"a": 1}, None, 1.5, True])
+def test_a_seed_of_a_sweep_that_is_no_number_joins_nothing(value: object, tmp_path: Path) -> None:
+    """It would stand in a pattern for titles, and in a set."""
+    points = [{"workload.seed": value}, {"workload.seed": 2}, {"workload.seed": 3}]
+    listed = [FakeComparison(f"c{n}", {"point": point}, standard_cases()[3:], **FEW) for n, point in enumerate(points)]
+    found = cases(load(write_run(tmp_path, listed)))
+    assert found["num_draws"].max() == (3 if value is True else 2)
+
+
 @pytest.mark.parametrize("launch", [0, 1])
 def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) -> None:
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_launches=2, **FEW)])

@@ -465,10 +465,10 @@ def _alike(one: Read) -> str:
     facts = one.comparison.facts
     if isinstance(facts, RoutedFacts):
         return facts.group
-    if set(_JOINED).isdisjoint(facts.point) or one.frames["samples"]["launch"].nunique() > 1:
+    if not _drawn(one.comparison) or one.frames["samples"]["launch"].nunique() > 1:
         return one.comparison.comparison_id
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
-    asked = [_point(one.comparison), facts.workload.kind, targets, facts.workload.skew]
+    asked = [_point(one.comparison), [*_drawn(one.comparison)], facts.workload.kind, targets, facts.workload.skew]
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
     apart |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
@@ -476,7 +476,12 @@ def _alike(one: Read) -> str:
 
 def _point(comparison: Comparison) -> dict[str, object]:
     """The point of the sweep without what is joined."""
-    return {key: value for key, value in comparison.facts.point.items() if key not in _JOINED}
+    return {key: value for key, value in comparison.facts.point.items() if key not in _drawn(comparison)}
+
+
+def _drawn(comparison: Comparison) -> dict[str, int]:
+    """What is joined of the point of the sweep."""
+    return {key: value for key in _JOINED if isinstance(value := comparison.facts.point.get(key), int)}
 
 
 def _joined(members: Sequence[Read]) -> Read:
@@ -519,7 +524,7 @@ def _shared(members: Sequence[Comparison]) -> Comparison:
         first = min(members, key=lambda comparison: comparison.facts.layer or 0)
         return replace(first, comparison_id=facts.group)
     num_batches = sum(comparison.facts.num_batches for comparison in members)
-    swept = {key: {one.facts.point[key] for one in members} for key in _JOINED if key in facts.point}
+    swept = {key: {_drawn(one)[key] for one in members} for key in _drawn(first)}
     draws = len(members) if SEED in swept else 1
 
     def of_all(words: str) -> str:

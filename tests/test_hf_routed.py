@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,9 +16,10 @@ import torch
 from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import find_moe_layers
-from moe_ep_bench.quality.routed import ForwardPass, RouterCall, routed
+from moe_ep_bench.quality.routed import _CACHES, ForwardPass, RouterCall, routed
 
 # Every family, and every implementation of the experts: GPT-OSS's experts are code of their own.
 OTHERS = [*(("gpt_oss", kind) for kind in IMPLEMENTATIONS[::2]), ("mixtral", "eager")]
@@ -229,12 +231,13 @@ def test_any_number_of_experts_per_token_is_computed_like_one_at_a_time(
 
 def steps(model: Any, ids_BS: Tensor, prompt: int) -> Tensor:
     """Answers of a prompt at once and then token by token, through the cache."""
+    name = next(name for name in _CACHES if name in inspect.signature(model.base_model.forward).parameters)
     out = model(ids_BS[:, :prompt], use_cache=True)
-    parts, cache = [out.logits], out.past_key_values
+    parts, cache = [out.logits], out[name]
     for place in range(prompt, ids_BS.shape[1]):
-        out = model(ids_BS[:, place : place + 1], past_key_values=cache, use_cache=True)
+        out = model(ids_BS[:, place : place + 1], **{name: cache}, use_cache=True)
         parts.append(out.logits)
-        cache = out.past_key_values
+        cache = out[name]
     return torch.cat(parts, dim=1)
 
 
@@ -328,6 +331,22 @@ def test_loads_are_carried_from_pass_to_pass_where_a_policy_asks() -> None:
             model(tokens(1, 3, seed), use_cache=False)
     load_E = torch.stack([one.routing.map_TE for one in seen[::2] if one.routing is not None]).sum(dim=(0, 1))
     assert int(load_E.max() - load_E.min()) <= 1
+
+
+def test_a_pass_whose_cache_does_not_say_how_much_it_holds_is_refused() -> None:
+    ids_BS = tokens(2, 3)
+
+    class Full:
+        def get_seq_length(self) -> int:
+            return 5
+
+    for name in ("cache", "past_key_values"):  # of transformers from 5.24 on, and before
+        for cache, phase in ((None, "prefill"), (Full(), "decode")):
+            assert ForwardPass.of({"input_ids": ids_BS, name: cache}, "as_run").phase == phase
+    for arguments in ({}, {"cache": ((ids_BS, ids_BS),)}, {"past": Full()}):
+        with pytest.raises(UserError, match=r"tells prompts from steps of decoding; got (neither|tuple)$"):
+            ForwardPass.of({"input_ids": ids_BS, **arguments}, "as_run")
+        assert ForwardPass.of({"input_ids": ids_BS, **arguments}, "decode").phase == "decode"
 
 
 def test_a_model_that_goes_around_its_experts_is_an_error_and_no_answer() -> None:

@@ -14,7 +14,7 @@ from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text,
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import JSON_VERSION, cut_labels, escape_latex, escape_markdown, render
-from moe_ep_bench.analysis.notes import native_differs, notes, warnings
+from moe_ep_bench.analysis.notes import _beyond, native_differs, notes, warnings
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.tables import VIEWS, table_of
 from moe_ep_bench.cli import main
@@ -233,6 +233,12 @@ def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
     assert not any("unaccounted for" in line for line in lines_of(tmp_path / "aim", cases=standard_cases()[2:]))
     monkeypatch.setattr("moe_ep_bench.analysis.notes.MAX_UNACCOUNTED", 0.005)  # Runs that are made up leave 1 %.
     assert any("unaccounted for" in line for line in lines_of(tmp_path / "less", cases=standard_cases()[2:]))
+
+
+def test_a_limit_is_exceeded_by_more_than_rounding():
+    assert not _beyond(0.01 * (1 + 1e-12), 0.01)
+    assert _beyond(0.01 * (1 + 1e-6), 0.01)
+    assert not _beyond(float("nan"), 0.01)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ tuple fills several braces. Warnings forbid or weaken a reading; they come last 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -85,6 +86,11 @@ def _lines(sentence: str, fact: Any) -> Iterator[str]:
 
 def _of(ok: pd.DataFrame, role: str) -> pd.DataFrame:
     return ok[ok["role"] == role]
+
+
+def _beyond(value: float, most: float) -> bool:
+    """Above a limit by more than rounding; of NaN False."""
+    return value > most and not math.isclose(value, most, rel_tol=1e-9)
 
 
 def _most(rows: pd.DataFrame, column: str, *, key: Callable[[float], float] | None = None) -> float:
@@ -229,7 +235,7 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
         ),
         (
             "times drifted by {:+.1f} % between the begin and the end of a launch",
-            abs(drift) > MAX_DRIFT and 100 * drift,
+            _beyond(abs(drift), MAX_DRIFT) and 100 * drift,
         ),
         (
             "the recording has {:,} tokens, and a batch takes {:,} of it: it repeats them {:.3g} times, so batches are "
@@ -322,9 +328,9 @@ def _weak_phases(one: Comparison, rows: pd.DataFrame) -> list[Note]:
         ("simpler than {}'s: {}", [(facts.model, departure) for departure in facts.departures]),
         (
             f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
-            _most(rows, "breakdown_unaccounted_share") > MAX_UNACCOUNTED,
+            _beyond(_most(rows, "breakdown_unaccounted_share"), MAX_UNACCOUNTED),
         ),
-        (PROBES_COST, overhead > MAX_PROBE_OVERHEAD and 100 * overhead),
+        (PROBES_COST, _beyond(overhead, MAX_PROBE_OVERHEAD) and 100 * overhead),
         (NOT_FUSED, facts.device is None and facts.permute.ran not in ("fused", "none")),
     ]
 

@@ -64,6 +64,27 @@ def judged_phase(policy: Policy | None, arrangement: Literal["auto", "prefill", 
     return "prefill" if policy is None else policy.acts_in[0]
 
 
+# Where a model's body takes the keys and values of earlier tokens: in transformers from 5.24 on, and before.
+_CACHES = ("cache", "past_key_values")
+
+
+def _num_cached(arguments: Mapping[str, Any]) -> int:
+    """Earlier tokens that a pass finds in its cache; ``arguments`` has all that its body could be called with.
+
+    Raises:
+        ValueError: nothing says so: a prompt cannot be told from a step of decoding.
+    """
+    there = [name for name in _CACHES if name in arguments]
+    given = [arguments[name] for name in there if arguments[name] is not None]
+    if not there or not all(hasattr(cache, "get_seq_length") for cache in given):
+        got = ", ".join(type(cache).__name__ for cache in given) or "neither"
+        raise UserError(
+            f"{' or '.join(_CACHES)}: expected a cache of transformers' that knows its length, which tells prompts "
+            f"from steps of decoding; got {got}"
+        )
+    return max((int(cache.get_seq_length()) for cache in given), default=0)
+
+
 class ForwardPass:
     """One forward pass.
 
@@ -90,7 +111,8 @@ class ForwardPass:
         """Read a pass off the arguments that the model's body was called with.
 
         Raises:
-            ValueError: an attention mask that does not say which tokens are padding.
+            ValueError: an attention mask that does not say which tokens are padding; ``as_run``, arguments that do not
+                say whether there are earlier tokens.
         """
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
@@ -104,8 +126,7 @@ class ForwardPass:
             raise UserError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
         if arrangement != "as_run":
             return cls(arrangement, valid_BS, arrangement == "decode")
-        cache = arguments.get("past_key_values")
-        return cls("decode" if cache is not None and int(cache.get_seq_length()) > 0 else "prefill", valid_BS, False)
+        return cls("decode" if _num_cached(arguments) > 0 else "prefill", valid_BS, False)
 
     def batches(self, num_ranks: int) -> list[list[tuple[int, Tensor]]]:
         """Which tokens are routed together: a batch lists each rank that has tokens with their int64 indices in T."""
@@ -282,7 +303,9 @@ class _Patch:
 
     def begin(self, body: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number += 1
-        arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(body.forward).bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {**bound.arguments, **kwargs}  # what a body takes by ``**kwargs`` too
         self.forward_pass = ForwardPass.of(arguments, self.arrangement)
         self.chosen.clear()
         self.computed.clear()

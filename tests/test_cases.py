@@ -24,7 +24,17 @@ from results_builder import (
 )
 
 from moe_ep_bench.analysis import tables
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, load, point_words, routing, samples, timings
+from moe_ep_bench.analysis.cases import (
+    CASE,
+    cases,
+    comparisons,
+    differs_from_topk,
+    load,
+    point_words,
+    routing,
+    samples,
+    timings,
+)
 from moe_ep_bench.analysis.notes import notes
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
@@ -145,6 +155,18 @@ def test_speedups_over_topk_are_paired_with_it(tmp_path):
     assert rows.loc["oea", ends].tolist() == pytest.approx([1.5] * 3)
     assert rows.loc["oea", "speedup_median"] == pytest.approx(1.2)
     assert rows.loc["topk", ends].isna().all(), "nothing is held against itself"
+
+
+@pytest.mark.parametrize(("topk", "differs"), [(1.005, False), (1.05, True)])
+@pytest.mark.parametrize("modelled", [False, True])
+def test_the_speedup_over_topk_is_another_one_where_native_differs_from_it_beyond_the_floor(
+    tmp_path, topk, differs, modelled
+):
+    listed = [*standard_cases()[3:], FakeCase("topk", speedup=topk), FakeCase("oea", speedup=1.4)]
+    how = {"mode": "emulated", "facts": {"device": "modelled by devices/h100-sxm: roofline"}} if modelled else {}
+    rows = frame_of(tmp_path, noise=0.0 if modelled else 0.01, cases=listed, num_batches=10, **how)
+    assert differs_from_topk(rows).loc[["native", "oea"]].tolist() == [differs] * 2
+    assert not differs_from_topk(frame_of(tmp_path / "alone", cases=listed[:2], **FEW)).any()
 
 
 def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):

@@ -188,6 +188,17 @@ def test_a_missing_number_has_the_reason_of_the_case_that_failed(tmp_path: Path)
     assert rows["unmeasured"][1] == "topk: oom: too big"
 
 
+@pytest.mark.parametrize("topk", [1.0, 0.8])
+def test_ours_stands_beside_the_speedup_over_topk_where_native_differs_from_it(tmp_path: Path, topk: float) -> None:
+    listed = [dataclasses.replace(one, speedup=topk) if one.policy == "topk" else one for one in standard_cases()]
+    root = write_run(tmp_path, [FakeComparison(cases=listed, num_batches=10, noise=0.0, num_iterations=1)])
+    rows = [{"paper": 1.2}, {"metric": "time", "paper": 0.9}, {"metric": "missing_share", "paper": 0.12}, ROWS[-1]]
+    claims = claimed(root, rows)
+    expected = [1.5 / topk, topk / 1.5, math.nan, math.nan] if topk != 1 else [math.nan] * 4
+    assert claims.frame["over_topk"].tolist() == pytest.approx(expected, nan_ok=True)
+    assert ("over topk, which runs the same kernels" in claims_text(claims)) == (topk != 1)
+
+
 def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
     settings = {"num_batches": 10, "noise": 0.0, "num_iterations": 1, "kinds": ("plain",)}
     draws = []

@@ -15,7 +15,9 @@ from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text,
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import JSON_VERSION, cut_labels, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.notes import _beyond, native_differs, notes, warnings
+from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.show import end_of_run
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import VIEWS, table_of
 from moe_ep_bench.cli import main
 
@@ -58,7 +60,8 @@ def test_a_table_shows_speedups_beside_their_cost(tmp_path):
     for words in ("measured", "NVIDIA Fake 80GB x 2 ranks", "nccl", "EP 2", "bfloat16", "true sizes"):
         assert words in title
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert rows[DROP][3:10] == ["1.333", "1.500", "[1.500,", "1.500]", "faster", "25.0", "80.0"]
+    speedup = ["1.500", "[1.500,", "1.500]"]  # over native, and over topk
+    assert rows[DROP][3:13] == ["1.333", *speedup, *speedup, "faster", "25.0", "80.0"]
     assert rows["native"][1:3] == ["2.000", "1"]
     assert "5 cases: 5 ok, 0 not" in text
     assert "warning" not in text
@@ -81,7 +84,7 @@ def test_cases_that_were_not_measured_are_lines_with_their_reason(tmp_path):
 def test_whole_models_have_their_own_view(tmp_path):
     text = shown_text(write_whole(tmp_path, standard_cases(), of_layers=9))
     header = next(line for line in text.splitlines() if line.startswith("policy"))
-    assert re.search(r"pass ms +end to end +verdict", header)
+    assert re.search(r"pass ms +end to end +over topk +verdict", header)
 
 
 def test_what_goes_with_times_alone_is_refused_of_answers(capsys):
@@ -151,6 +154,20 @@ def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled,
     assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", *lost, "kept %"]
     assert f"moe-ep-bench plot {tmp_path}" in text
     assert "warning: " not in text
+
+
+def test_speedups_over_topk_stand_beside_those_over_native_where_they_differ(tmp_path):
+    """At the end of a run, in tables and on the page: 1.2 over native is 1.5 over what runs the same kernels."""
+    listed = [*standard_cases()[3:], FakeCase("topk", speedup=0.8), FakeCase("oea", speedup=1.2)]
+    root = run_of(tmp_path, cases=listed, num_batches=10)
+    for text in (end_of_run(root), shown_text(root)):
+        header, row = (next(line for line in text.splitlines() if line.startswith(of)) for of in ("policy", "oea"))
+        assert re.split(r"\s{2,}", header)[2:4] == ["speedup", "over topk"]
+        assert [cell.split()[0] for cell in re.split(r"\s{2,}", row)[2:4]] == ["1.200", "1.500"]
+    assert max(len(line) for line in end_of_run(root).splitlines() if str(tmp_path) not in line) <= 100
+    with house_style():
+        page = " ".join(page_of([root], []).split())
+    assert "1.200 [1.200, 1.200] x native (1.500 [1.500, 1.500] x topk, which runs the same kernels) for" in page
 
 
 def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_comparison_they_are_of(tmp_path):

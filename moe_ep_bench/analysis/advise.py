@@ -14,8 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, point_words, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load_timed, point_words, timings
 from moe_ep_bench.analysis.columns import (
+    SAME_KERNELS,
     Row,
     Table,
     cost_words,
@@ -65,7 +66,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
-        least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several.
+        least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several;
+        ``differs_from_topk``.
     """
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -84,6 +86,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         least=speedup_CD.min(axis=1).where(several),
         most=speedup_CD.max(axis=1).where(several),
         kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
+        differs_from_topk=differs_from_topk(rows),
     )
     allowed = rows[rows["standing"] == "faster"]
     fastest = allowed.groupby("comparison_id")["speedup_median"].transform("max")
@@ -152,7 +155,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
 
 
 def _of_native(native: pd.Series) -> Iterator[str]:
-    """What the untouched layer takes, and a pass of the whole model."""
+    """What native takes, and a pass of the whole model."""
     if not missing(native["median_ms"]):
         words = f"Native takes {milliseconds(native['median_ms'])} ms ({native['origin']})"
         if not missing(native.get("pass_ms")):
@@ -167,7 +170,8 @@ def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
     if not missing(pick["least"]):
         how += f"; {pick['least']:.2f} to {pick['most']:.2f} by {'draw' if pick['num_draws'] > 1 else 'layer'}"
     what = "a pass" if pick["scope"] == "model" else "a layer"
-    gain = f"{what} is {speedup:.3f} times as fast as native, {_taken(pick_ms, native_ms)}"
+    over = f" ({pick['over_topk_median']:.3f} times topk, {SAME_KERNELS})" if pick["differs_from_topk"] else ""
+    gain = f"{what} is {speedup:.3f} times as fast as native{over}, {_taken(pick_ms, native_ms)}"
     costs = ["nothing is dropped"]
     if _costs_answers(pick):
         costs = [cost_words(pick, " of the pairs are"), f"{100 * pick['retained_mass']:.1f} % of the mass is kept"]
@@ -216,6 +220,7 @@ def _table(rows: pd.DataFrame, title: str) -> Table:
     columns = (
         text("label", "candidate"),
         interval("speedup", "end to end" if (rows["scope"] == "model").any() else "speedup"),
+        *([interval("over_topk", "over topk")] if rows["differs_from_topk"].any() else []),
         number("median_ms", "ms", milliseconds),
         *lost_columns(rows),
         percentage("retained_mass", "kept"),

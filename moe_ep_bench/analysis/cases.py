@@ -24,7 +24,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from moe_ep_bench.analysis.columns import COSTS
-from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
+from moe_ep_bench.analysis.origins import NOTHING_RAN, device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
     GROUPS,
     KEY,
@@ -45,6 +45,7 @@ from moe_ep_bench.analysis.store import ITERATION, Comparison, Directory, Result
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
+    LEAST_MODELLED,
     Estimate,
     drift,
     estimate_median,
@@ -139,6 +140,17 @@ def _cases(store: Directory) -> pd.DataFrame:
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
     return rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us", "ep_size"])
+
+
+def differs_from_topk(rows: pd.DataFrame) -> pd.Series:
+    """Whether the speedup over ``topk``, which runs the policies' kernels, is another than the one over native.
+
+    It is where native differs from ``topk`` by more than the noise floor; of modelled times, and where there is no
+    floor, by more than the model can tell.
+    """
+    ratio = rows["speedup_median"].mask(rows["role"] == "baseline", 1.0) / rows["over_topk_median"]
+    floor = np.log(rows["floor_high"].mask(rows["origin"].isin(NOTHING_RAN)))
+    return np.log(ratio).abs() > floor.fillna(np.log1p(LEAST_MODELLED))
 
 
 def kind_of(rows: pd.DataFrame) -> str:

@@ -23,6 +23,8 @@ import pandas as pd
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
+# What ``topk`` has that native, Megatron-Core's own, has not.
+SAME_KERNELS = "which runs the same kernels"
 Row = dict[str, Any]
 
 

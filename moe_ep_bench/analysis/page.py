@@ -21,8 +21,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from moe_ep_bench.analysis.advise import advice_lines
-from moe_ep_bench.analysis.cases import cases, comparisons, load
-from moe_ep_bench.analysis.columns import COLUMNS
+from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load
+from moe_ep_bench.analysis.columns import COLUMNS, SAME_KERNELS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.notes import WARNING, warnings
 from moe_ep_bench.analysis.origins import said_once
@@ -68,6 +68,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
     images = [_image(*item) for item in drawings(store, passed_over).items()]
+    frame = frame.assign(differs_from_topk=differs_from_topk(frame))
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,
@@ -86,6 +87,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         advice=[line for directory in directories for line in advice_lines(directory)],
         fastest=fastest(frame).sort_values("speedup_median", ascending=False).head(_MOST_FINDINGS).to_dict("records"),
         shown=lambda row, name: COLUMNS[name].shown(row),
+        same_kernels=SAME_KERNELS,
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
         warnings=[line.removeprefix(WARNING) for line in warnings(store)],

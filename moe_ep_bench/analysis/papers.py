@@ -14,8 +14,20 @@ import numpy as np
 import pandas as pd
 from pydantic import BeforeValidator
 
-from moe_ep_bench.analysis.cases import cases, load, routing, timings
-from moe_ep_bench.analysis.columns import LOST, NONE, Column, Row, Table, lost_columns, missing, number, render, text
+from moe_ep_bench.analysis.cases import cases, differs_from_topk, load, routing, timings
+from moe_ep_bench.analysis.columns import (
+    LOST,
+    NONE,
+    SAME_KERNELS,
+    Column,
+    Row,
+    Table,
+    lost_columns,
+    missing,
+    number,
+    render,
+    text,
+)
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
@@ -33,7 +45,7 @@ _COARSE = ("time_us", "num_activated")
 # Behind a traffic that is shown, though it was not chosen.
 _NOT_CHOSEN = " (first)"
 _VALUES = ["ours", "ours_low", "ours_high"]
-_MEANS = ["ours", *LOST]
+_MEANS = ["ours", "over_topk", *LOST]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
 _CSV = [
     "source", "of", "ours_of", "metric", "policy", "versus", "comparison", "traffic", "primary", "paper_low",
@@ -76,8 +88,9 @@ class Claims(NamedTuple):
 
     Attributes:
         frame: a row per claim, policy and traffic: what the claim says (``number`` counts claims x policies), ``ours``
-            with the ends of its interval, of its samples where batches are too few, or of its draws;  ``difference``
-            from the paper's nearest end; ``unmeasured``, why there is no ``ours``.
+            with the ends of its interval, of its samples where batches are too few, or of its draws; ``over_topk``, the
+            same over ``topk`` where that is another number; ``difference`` from the paper's nearest end;
+            ``unmeasured``, why there is no ``ours``.
     """
 
     directory: Path
@@ -99,25 +112,31 @@ def load_claims(directory: Path) -> Claims:
     claimed = read_document(path, _File).claims
     store = load(directory, join_draws=False)
     activated = routing(store).groupby("case_id")["activated_fullest_rank"].mean()
-    rows = cases(store).assign(activated=lambda rows: rows["case_id"].map(activated))
+    rows = cases(store).assign(
+        activated=lambda rows: rows["case_id"].map(activated), differs_from_topk=differs_from_topk
+    )
     by_id = rows.set_index("case_id", drop=False).to_dict("index")
     natives = {row["comparison_id"]: row for row in by_id.values() if row["role"] == "baseline"}
+    topks = {row["comparison_id"]: row for row in by_id.values() if row["policy"] == "topk"}
     times = dict(iter(timings(store).set_index(ITERATION).groupby(["case_id", "quantity"], sort=False)["time_us"]))
     found = []
     try:
         for claim in claimed:
             against = by_id[claim.versus_id] if claim.versus_id else natives.get(claim.comparison_id)
-            found.append(_row(claim, by_id[claim.case_id], against, times))
+            found.append(_row(claim, by_id[claim.case_id], against, topks.get(claim.comparison_id), times))
     except KeyError as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
     return Claims(directory, store, _over_draws(pd.DataFrame(found).astype(dict.fromkeys(_NUMBERS, float))))
 
 
-def _row(claim: _Row, case: Row, against: Row | None, times: Times) -> Row:
+def _row(claim: _Row, case: Row, against: Row | None, topk: Row | None, times: Times) -> Row:
     """A row of ``Claims.frame`` before draws are joined."""
-    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if CLAIMED[claim.metric].of == ALL else "layers"
+    metric = CLAIMED[claim.metric]
+    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.of == ALL else "layers"
     is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
     value = _value(claim, case, against, times) if is_measured else None
+    is_over_native = value is not None and claim.versus is None and metric.of == ALL and metric.value != "number"
+    over_topk = _value(claim, case, topk, times) if is_over_native and case["differs_from_topk"] else None
     of = _OF[claim.of] + (f" (ours: {_OURS_OF[ours_of]})" if claim.of != ours_of else "")
     setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
     return {
@@ -128,6 +147,7 @@ def _row(claim: _Row, case: Row, against: Row | None, times: Times) -> Row:
         "comparison": case["title"],
         **dict(zip(("paper_low", "paper_high"), claim.paper or (None, None), strict=True)),
         **dict(zip(_VALUES, value or (None,) * 3, strict=True)),
+        "over_topk": over_topk and over_topk[0],
         **{name: value and case[name] for name in LOST},
         "mode": case["how"],
         "device": case["facts"].get("device") or case["device"],
@@ -230,12 +250,14 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
+    of_topk = rows["over_topk"].notna().any()
     columns = [
         number("number", " ", "{}"),
         text("claim"),
         text("case", "policy"),
         Column("paper_low", "paper", cell=paper_words),
         Column("ours", "ours", cell=lambda row: _ours(row, "ours")),
+        *([Column("over_topk", "over topk", cell=_over_topk)] if of_topk else []),
         Column("difference", "ours - paper", cell=_difference),
         Column(
             "least",
@@ -251,6 +273,7 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         "traffics; draws: their number, least and greatest, a draw being a seed or a recorded layer; dropped, rerouted "
         "(in sum missing): shares of the top-k pairs, in %; the largest disagreement comes first"
     ]
+    notes += [f"over topk: ours over topk, {SAME_KERNELS}, where native differs from it"] if of_topk else []
     known = rows[rows["primary"] & rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} was chosen: {row.primary_because}" for row in known.itertuples()]
     if not rows["primary"].all():
@@ -262,6 +285,10 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
 
 def _ours(row: Row, column: str) -> str:
     return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
+
+
+def _over_topk(row: Row) -> str:
+    return NONE if missing(row["over_topk"]) else number_words(row["metric"], row["over_topk"])
 
 
 def _draws(row: Row) -> str:

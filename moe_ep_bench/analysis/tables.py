@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, kind_of, ranks
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, differs_from_topk, kind_of, ranks
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
 from moe_ep_bench.analysis.filters import matching
 from moe_ep_bench.analysis.notes import leaves_idle, notes
@@ -69,8 +69,8 @@ VIEWS = {
     "layer": View(
         "layer",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "slowest_group_ms", "p90_ms", "p99_ms"),
-            *("pass_ms", "tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts"),
+            *("label", "median_ms", "speedup_median", "over_topk_median", "verdict", *COSTS, "slowest_group_ms"),
+            *("p90_ms", "p99_ms", "pass_ms", "tokens_per_s_per_rank", "below_frontier", "below_frontier_experts"),
             *("output_error", "extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         notes=None,
@@ -78,8 +78,8 @@ VIEWS = {
     "model": View(
         "model",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *COSTS, "slowest_group_ms", "p90_ms"),
-            *("over_topk_median", "moe_ms", "moe_share", "moe_speedup_median", "by_amdahl", "policy_ms"),
+            *("label", "median_ms", "speedup_median", "over_topk_median", "verdict", *COSTS, "slowest_group_ms"),
+            *("p90_ms", "moe_ms", "moe_share", "moe_speedup_median", "by_amdahl", "policy_ms"),
             *("tokens_per_s", "tokens_per_s_per_rank"),
         ),
         {"median_ms": "pass", "speedup_median": "end to end"},
@@ -184,19 +184,26 @@ def _reasons(rows: pd.DataFrame) -> pd.Series:
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:
-    """What the end of a run prints of a comparison: columns that fit 100 characters."""
+    """What the end of a run prints of a comparison: columns that fit 100 characters.
+
+    Where the speedup over ``topk`` is another than the one over native both stand there, without intervals.
+    """
     kind = kind_of(rows)
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
-    numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else VIEWS[kind].columns[1:4]
+    both = ("speedup_median", "over_topk_median") if kind != "route" and differs_from_topk(rows).any() else ()
+    times = ("median_ms", *(both or ("speedup_median",)), "verdict")
+    numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else times
     rows = rows.assign(
-        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH),
+        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH - len(both)),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
     if len(lost_shown(rows)) > 1:
         headers |= {"dropped_share": "drop", "rerouted_share": "reroute"}
     view = replace(VIEWS[kind], columns=("label", *numbers, *COSTS), headers=headers, notes=())
-    return replace(table_of(store, view, rows), title=rows["title"].iloc[0])
+    table = table_of(store, view, rows)
+    columns = [replace(column, cell=None) if column.name in both else column for column in table.columns]
+    return replace(table, columns=columns, title=rows["title"].iloc[0])
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

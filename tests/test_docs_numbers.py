@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from gpu_pages import SEEN, SETTINGS, of_h100, of_h200
 
 from moe_ep_bench.analysis.quality import claims as of_checkpoints
 from moe_ep_bench.analysis.quality import read_quality
@@ -259,10 +260,36 @@ def of_quality() -> list[str]:
 
 # ---- what every page says --------------------------------------------------------------------------------------------
 
-SAID = {"papers": of_papers, "balancing": of_balancing, "quality": of_quality}
+SAID = {"docs/papers.md": of_papers, "docs/balancing.md": of_balancing, "docs/quality.md": of_quality}
 SENTENCES = [(page, sentence) for page, sentences in SAID.items() for sentence in sentences()]
+
+
+def text_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
 
 
 @pytest.mark.parametrize(("page", "sentence"), SENTENCES)
 def test_a_page_says_what_its_csv_says(page: str, sentence: str) -> None:
-    assert sentence in " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    assert sentence in text_of(page)
+
+
+# Made when they are asked for: what models them is imported then.
+GPU_PAGES = {
+    f"results/reference/{gpu}.md": cache(sentences) for gpu, sentences in (("h100", of_h100), ("h200", of_h200))
+}
+
+
+@pytest.mark.parametrize("page", GPU_PAGES)
+def test_a_gpus_page_says_what_its_files_say(page: str) -> None:
+    """Every sentence with a measured or modelled number, and every row of its tables."""
+    assert not [sentence for sentence in GPU_PAGES[page]() if sentence not in text_of(page)]
+
+
+@pytest.mark.parametrize("page", GPU_PAGES)
+def test_no_number_of_a_gpus_page_is_left_over(page: str) -> None:
+    """What its files do not hold is a setting, a name, or said to have been seen at a commit."""
+    text = " ".join(re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL).split())
+    for sentence in sorted(GPU_PAGES[page](), key=len, reverse=True):
+        text = text.replace(sentence, "")
+    text = re.sub("|".join([r"`[^`]*`", r"\]\([^)]*\)", *SEEN, *SETTINGS]), "", text)
+    assert not [word for word in text.split() if re.search(r"\d", word)]

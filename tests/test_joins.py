@@ -1,6 +1,7 @@
 """Directories beside each other: every ordered pair of those in results/reference, and all, in every format.
 
-Each is cut to its first comparison and read once: what differs between directories are their columns and nulls.
+Each is cut to a few cases of its first comparison and read once: what differs between directories are their columns
+and nulls.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ OTHERS = [path for path in ALL if path not in TIMED]
 
 
 def first_of(one: Directory) -> Directory:
-    """A directory's first comparison."""
+    """A directory's first comparison, with a case of each role and status."""
     cases = one.cases[one.cases["comparison"] == 0]
+    cases = cases[~(cases["facts"].map(lambda facts: facts.role) + cases["status"]).duplicated()]
+    number = pd.Series(range(len(cases)), cases.index)
     frames = {name: getattr(one, name) for name in ("samples", "routing", "frontier")}
     frames = {name: rows[rows["case"].isin(cases.index)] for name, rows in frames.items()}
+    frames = {name: rows.assign(case=rows["case"].map(number)) for name, rows in frames.items()}
+    cases = cases.reset_index(drop=True)
     return dataclasses.replace(one, comparisons=one.comparisons[:1], cases=cases, **frames)
 
 

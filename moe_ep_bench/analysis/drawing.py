@@ -269,10 +269,10 @@ def _line_rows(store: Store, rows: pd.DataFrame, asked: Mapping[str, str], where
     if where:
         with naming(f"{of}where"):
             rows = rows[holds(rows, where, [*public, *FIELDS])]
-    rows = rows.assign(of_lines=(by or "policy").replace("_", " "))
     rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[y].notna()].copy()  # of one piece
     if rows[x].isna().all():
         return rows.iloc[:0]
+    rows = rows.assign(of_lines=(by or "policy").replace("_", " "))
     if facet is not None:
         words = rows[facet].map(value_words)
         rows = rows.assign(facet=words, heading=f"{facet.replace('_', ' ')} " + words)

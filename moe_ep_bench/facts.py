@@ -69,6 +69,21 @@ class Component(JsonRecord):
     why: str = ""
 
 
+class ExchangeFacts(JsonRecord):
+    """Rows of dispatch and combine that others measured (``cost_model.exchanges``)."""
+
+    name: str
+    measured_by: str
+    copies: Literal["rank", "node", "pair"]  # what a token has a copy for
+    num_nodes: Count
+    sms: list[int] = []  # fewest and most of the rows; none = not stated
+
+    @property
+    def words(self) -> str:
+        of = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}[self.copies]
+        return f"{self.name.rpartition('/')[2]}, one copy per {of}"
+
+
 class ModelExtent(JsonRecord):
     """How much of a whole model was built."""
 
@@ -127,6 +142,7 @@ class TimedFacts(ComparisonFacts):
     random_weights: bool
     departures: list[str]  # where the layer is simpler than the model
     links: str | None = None  # the model of what moved between ranks, where nothing did
+    exchange: ExchangeFacts | None = None  # in place of all-to-alls
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated

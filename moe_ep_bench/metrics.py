@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+# GPUs of a node where no links say another number.
+RANKS_PER_NODE = 8
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreMetrics:
     """What all routings of the same scores share.
@@ -60,6 +64,7 @@ def routing_metrics(
     scores_TE: Tensor,
     context: RoutingContext,
     of_scores: ScoreMetrics | None = None,
+    ranks_per_node: int = RANKS_PER_NODE,
 ) -> dict[str, Any]:
     """Measure one routing of one source rank's tokens.
 
@@ -78,7 +83,9 @@ def routing_metrics(
     Traffic (of all that is computed)
 
     - ``crossing_pairs``: pairs whose expert is not on the source rank, as Megatron-Core's all-to-all sends them.
-      ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank.
+      ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank;
+      ``crossing_node_copies``: distinct (token, other node), as it sends a token once between nodes.
+    - ``copies_R``, ``copies_N``: distinct tokens with a pair on each rank and on each node, the source's own included.
 
     Fidelity (of valid tokens)
 
@@ -101,6 +108,7 @@ def routing_metrics(
         context: what is so of these tokens; ``top_k``, ``num_ranks``, ``rank``, the bias, the groups and the
             token mask are read. The mask says which tokens are valid, also where what routed was not told.
         of_scores: ``score_metrics`` of the same scores and context, where several routings share them.
+        ranks_per_node: rank r is on node r // ranks_per_node.
 
     Returns:
         ``schema.ROUTING_METRICS`` in their order: plain ints and floats, loads as int64 arrays.
@@ -112,8 +120,8 @@ def routing_metrics(
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context)
     maps = _bytes(routing.map_TE), _bytes(of_scores.top_k_TE)
-    load_E, copies_R, num_valid_pairs, num_kept, num_rerouted, num_served, mass = routing_counts(
-        *maps, _array(scores_TE), _valid(context), context.num_ranks
+    load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass = routing_counts(
+        *maps, _array(scores_TE), _valid(context), context.num_ranks, ranks_per_node
     )
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
@@ -139,6 +147,9 @@ def routing_metrics(
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": num_pairs - int(load_R[context.rank]),
         "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
+        "crossing_node_copies": int(copies_N.sum()) - int(copies_N[context.rank // ranks_per_node]),
+        "copies_R": copies_R,
+        "copies_N": copies_N,
         "topk_share": _ratio(of_scores.topk_share, num_tokens),
         "entropy": _ratio(of_scores.entropy, num_tokens),
     }

@@ -128,6 +128,9 @@ ROUTING_METRICS = {
     "activated_experts_fullest_rank": pa.int64(),
     "crossing_pairs": pa.int64(),  # whose expert lives on another rank
     "crossing_copies": pa.int64(),  # to other ranks, one per (token, rank)
+    "crossing_node_copies": pa.int64(),  # to other nodes, one per (token, node)
+    "copies_R": _COUNTS,  # tokens with a pair on each expert rank, from this source rank
+    "copies_N": _COUNTS,  # and on each node
     # Of the scores alone: no policy changes them.
     "topk_share": pa.float64(),
     "entropy": pa.float64(),  # normalised to 0..1

@@ -14,12 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import (
     PRECISIONS,
     Device,
     ffn_work,
 )
-from moe_ep_bench.cost_model.links import Curve, Link, Links
+from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.models import load_model
 
 ROOT = Path(__file__).parents[1]

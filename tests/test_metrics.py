@@ -39,6 +39,7 @@ def test_no_tokens_give_zeros_never_nan(is_padding: bool) -> None:
     routing = make_policy({"name": "topk"}).route(scores_TE, context)
     metrics = routing_metrics(routing, scores_TE, context)
     assert (metrics.pop("load_E").tolist(), metrics.pop("load_R").tolist()) == ([0] * 8, [0] * 4)
+    assert (metrics.pop("copies_R").tolist(), metrics.pop("copies_N").tolist()) == ([0] * 4, [0])
     assert set(metrics.values()) == {0}
 
 
@@ -89,7 +90,9 @@ def test_every_metric_is_what_plain_loops_find(case) -> None:
     pairs = [(token, expert) for token, experts in enumerate(experts_T) for expert in experts]
     load_E = [sum(expert == other for _, other in pairs) for expert in range(num_experts)]
     load_R = [sum(load_E[first : first + size]) for first in range(0, num_experts, size)]
-    copies = {(token, expert // size) for token, expert in pairs if expert // size != context.rank}
+    copies = {(token, expert // size) for token, expert in pairs}
+    node_copies = {(token, rank // 2) for token, rank in copies}
+    nodes = -(-context.num_ranks // 2)
     top_k_mass, mass = (sum(rows[token][expert] for token in valid for expert in kept[token]) for kept in
                         (top_k_T, [range(num_experts)] * num_tokens))  # fmt: skip
     kept = sum(rows[token][expert] for token in valid for expert in experts_T[token])
@@ -128,8 +131,11 @@ def test_every_metric_is_what_plain_loops_find(case) -> None:
             sum(load > 0 for load in load_E[first : first + size]) for first in range(0, num_experts, size)
         ),
         "crossing_pairs": len(pairs) - load_R[context.rank],
-        "crossing_copies": len(copies),
+        "crossing_copies": sum(rank != context.rank for _, rank in copies),
+        "crossing_node_copies": sum(node != context.rank // 2 for _, node in node_copies),
+        "copies_R": [sum(rank == other for _, rank in copies) for other in range(context.num_ranks)],
+        "copies_N": [sum(node == other for _, node in node_copies) for other in range(nodes)],
         "topk_share": ratio(top_k_share, len(valid)),
         "entropy": ratio(entropy, len(valid)),
     }
-    assert_metrics(routing_metrics(Routing(map_TE, map_TE), scores_TE, context), expected)
+    assert_metrics(routing_metrics(Routing(map_TE, map_TE), scores_TE, context, ranks_per_node=2), expected)

@@ -181,11 +181,19 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     slots, rank = slots_of(plan_P, maps, is_split=is_split), len(maps) - 1
     per_rank = len(plan_P) // len(maps)
     pairs = [(token, slot // per_rank, slot) for token, slot in sent_one_by_one(slots, maps[rank], rank)]
-    found = slots.metrics(maps[rank], rank)
+    found = slots.metrics(maps[rank], rank, ranks_per_node=2)
     assert found["slot_load_P"].tolist() == [sum(slot == other for *_, slot in pairs) for other in range(len(plan_P))]
     assert found["load_R"].tolist() == [sum(to == other for _, to, _ in pairs) for other in range(len(maps))]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
     assert found["crossing_copies"] == len({(token, to) for token, to, _ in pairs if to != rank})
+    nodes = {(token, to // 2) for token, to, _ in pairs}
+    assert found["crossing_node_copies"] == sum(node != rank // 2 for _, node in nodes)
+    assert found["copies_R"].tolist() == [
+        len({token for token, to, _ in pairs if to == other}) for other in range(len(maps))
+    ]
+    assert found["copies_N"].tolist() == [
+        sum(node == other for _, node in nodes) for other in range(-(-len(maps) // 2))
+    ]
     activated = [len({slot for _, to, slot in pairs if to == other}) for other in range(len(maps))]
     assert found["activated_experts_fullest_rank"] == max(activated)
 
@@ -200,7 +208,8 @@ def test_contiguous_slots_change_no_metric() -> None:
     placed = slots.metrics(routing.map_TE, 1)
     assert placed.pop("moved_weight_bytes") == 0
     assert placed.pop("slot_load_P").tolist() == metrics["load_E"].tolist()
-    assert placed.pop("load_R").tolist() == metrics["load_R"].tolist()
+    for name in ("load_R", "copies_R", "copies_N"):
+        assert placed.pop(name).tolist() == metrics[name].tolist()
     assert placed == {key: metrics[key] for key in placed}
 
 

@@ -73,8 +73,9 @@ def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
     what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
     if any(map(is_elsewhere, modelled)):
         what = f"{what}, {PARTLY_ELSEWHERE}"
-    how = "NCCL all-to-all, one copy per (token, expert) pair, no overlap"
-    return f"{what}: {' / '.join(sent)}, {how}." if sent else ""
+    all_to_all = "NCCL all-to-all, one copy per (token, expert) pair"
+    how = dict.fromkeys(all_to_all if one.exchange is None else one.exchange.words for one in modelled)
+    return f"{what}: {' / '.join(sent)}, {' / '.join(how)}, no overlap." if sent else ""
 
 
 def device_words(run: RunFacts, facts: ComparisonFacts) -> str:

@@ -33,6 +33,7 @@ from moe_ep_bench.facts import CaseFacts, Role, tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, replicate_by_risk
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
@@ -154,6 +155,11 @@ class Comparison:
     def ep_size(self) -> int:
         """Expert-parallel ranks of a group; other ranks are replicas of the group."""
         return self.experiment.layer.ep_size or self.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As the links have it; rank r is on node r // ranks_per_node."""
+        return RANKS_PER_NODE if self.links is None else self.links.ranks_per_node
 
     @property
     def workload(self) -> Workload:

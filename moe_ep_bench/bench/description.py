@@ -119,6 +119,10 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
         facts["whole"] = ModelExtent(num_layers=comparison.num_layers, of_layers=model.num_layers)
     if comparison.links is not None:
         facts |= {"links": comparison.links.describe(), "fit": fit_of(comparison)}
+        if (exchange := comparison.links.exchange) is not None:
+            sms = sorted({*exchange.dispatch_sms, *exchange.combine_sms})
+            own = exchange.model_dump(include={"name", "measured_by", "copies", "num_nodes"})
+            facts["exchange"] = {**own, "sms": sms[:1] + sms[-1:]}
     if comparison.backend == MODELLED:
         facts["device"] = device_words(comparison)
         if comparison.scope == "layer":

@@ -154,7 +154,7 @@ def observe_all(session: Session) -> None:
                 for layer, of_layer in seen.layers.items():
                     job.guard.feed()
                     share = case.share(batch, layer)
-                    row = case_metrics(case.spec, of_layer.routing, share)
+                    row = case_metrics(case.spec, of_layer.routing, share, session.comparison.ranks_per_node)
                     row["reference_error"] = _reference_error(case, layer, of_layer) if batch == 0 else None
                     is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
                     valid_T = share.context.token_mask_T

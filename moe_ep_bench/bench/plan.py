@@ -23,7 +23,7 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
+from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
@@ -131,7 +131,8 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
         assert emulate.links is not None
         ep_size = asked.ep_size or world_size
         with naming("emulate.links"):
-            links = load_links(emulate.links, ep_size).scaled(emulate.bandwidth_scale)
+            of_layer = experiment.model.spec(), ep_size, asked.dtype, emulate.exchange_sms
+            links = load_links_of_layer(emulate.links, *of_layer).scaled(emulate.bandwidth_scale)
         with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
         if emulate.device != MEASURED:

@@ -34,7 +34,7 @@ from moe_ep_bench.bench.comparison import BASELINE, CEILING, NATIVE, ROUTING, Ca
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.counting import slot_counts
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
-from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
+from moe_ep_bench.metrics import RANKS_PER_NODE, ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.models import logits_from_scores, scores_from_logits
 from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
@@ -237,17 +237,18 @@ class Slots:
         """Whether every expert has the slot of its own number alone."""
         return np.array_equal(self.expert_P, np.arange(len(self.turns_E)))
 
-    def counts(self, map_TE: Tensor, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R]."""
+    def counts(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> tuple[NDArray[np.int64], ...]:
+        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R] and to each node [N]."""
         of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank]
-        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, len(self.expert_P), self.num_ranks)
+        sizes = len(self.expert_P), self.num_ranks, ranks_per_node
+        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, *sizes)
 
-    def metrics(self, map_TE: Tensor, rank: int) -> dict[str, Any]:
+    def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
         """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
 
         ``slot_load_P`` are pairs by slot, int64 [P].
         """
-        counts_P, copies_R = self.counts(map_TE, rank)
+        counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
         counts_RS = counts_P.reshape(self.num_ranks, -1)
         load_R, moved_RR = counts_RS.sum(axis=1), self.moved_bytes_RR
         return {
@@ -257,6 +258,9 @@ class Slots:
             "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
             "crossing_pairs": int(load_R.sum() - load_R[rank]),
             "crossing_copies": int(copies_R.sum() - copies_R[rank]),
+            "crossing_node_copies": int(copies_N.sum() - copies_N[rank // ranks_per_node]),
+            "copies_R": copies_R,
+            "copies_N": copies_N,
         }
 
 
@@ -332,10 +336,12 @@ class CaseRouter:
         return self.route(share.of(self.case), None).map_TE.sum(dim=0).double()
 
 
-def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
+def case_metrics(
+    case: CaseSpec, routing: Routing, share: Share, ranks_per_node: int = RANKS_PER_NODE
+) -> dict[str, Any]:
     """A row of the table ``routing``: ``routing_metrics``, and loads of image tokens where there are any."""
     row: dict[str, Any] = {"rank": share.rank, "batch": share.batch, "layer": share.layer}
-    row |= routing_metrics(routing, share.scores_TE, share.context, share.of_scores)
+    row |= routing_metrics(routing, share.scores_TE, share.context, share.of_scores, ranks_per_node)
     if share.context.modality_T is not None:
         is_image_T, valid_T = share.context.modality_T == IMAGE, share.context.token_mask_T
         row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())

@@ -65,6 +65,14 @@ class LayerTraffic:
         """Pairs that each rank (row) sends to each (column): int64 [R, R]."""
         return self._counts_RRL.sum(axis=2)
 
+    def copies(self, of: str) -> NDArray[np.int64]:
+        """Distinct tokens that each rank (row) sends to each rank or node (column), its own included: int64 [R, X].
+
+        Args:
+            of: ``rank`` or ``node``.
+        """
+        return np.stack([row[{"rank": "copies_R", "node": "copies_N"}[of]] for row in self.rows_R])
+
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots: int64 [P / R]."""
         return self._counts_RRL[:, rank].sum(axis=0)
@@ -142,6 +150,7 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
     for router in routers:
         router.carried(layer, index, 0)  # worked out before threads ask for it
     stats = _statistics(batches, layer, index, routers)
+    per_node = comparison.ranks_per_node
     is_sorted = comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
 
     def routed(of_rank: Share) -> tuple[int, list[Row], tuple[Tensor, Tensor] | None]:
@@ -150,9 +159,9 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
         for router, placed in zip(routers, slots, strict=True):
             share = of_rank.of(router.case)
             routing = router.route(share, stats.get(router))
-            rows.append(case_metrics(router.case, routing, share))
+            rows.append(case_metrics(router.case, routing, share, per_node))
             if not placed.is_contiguous:
-                rows[-1] |= placed.metrics(routing.map_TE, share.rank)
+                rows[-1] |= placed.metrics(routing.map_TE, share.rank, per_node)
         pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
         return of_rank.num_tokens, rows, pairs
 

@@ -27,6 +27,7 @@ from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, Routed, RoutedBatches, Traffic
 from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
 from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
@@ -99,6 +100,20 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
     work = PassWork(traffic.lengths_R[rank], comparison.context_length, layers)
     return RankTime(*legs_of(pass_segments(device, model, comparison.num_layers, work, **how)))
+
+
+def sent_copies(traffic: LayerTraffic, copies: Copies, num_nodes: int) -> NDArray[np.int64]:
+    """Copies of tokens that each rank sends to each rank, or to each node: int64 [R, R or N].
+
+    A token that goes to another rank for its shared experts alone is a copy of its own there.
+    """
+    sent_RX = traffic.rank_pairs if copies == "pair" else traffic.copies(copies)
+    if traffic.shared_RR is None:
+        return sent_RX
+    shared_RX = traffic.shared_RR
+    if copies == "node":
+        shared_RX = shared_RX.reshape(len(shared_RX), num_nodes, -1).sum(axis=2)
+    return sent_RX + shared_RX
 
 
 def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -240,14 +255,17 @@ class Emulation:
         """What each meeting of a layer takes on the modelled links, [R] microseconds."""
         links, num_ranks = self.comparison.links, self.num_ranks
         assert links is not None
-        rows_RR = traffic.rank_pairs
-        if traffic.shared_RR is not None:
-            rows_RR = rows_RR + traffic.shared_RR
-        dispatch_us, combine_us = exchange_us(self.comparison, rows_RR)
+        if links.exchange is None:
+            dispatch_us, combine_us = exchange_us(self.comparison, sent_copies(traffic, "pair", 1))
+        else:
+            copies, num_nodes = links.exchange.copies, links.exchange.num_nodes
+            dispatch_us, combine_us = links.exchange.times_us(sent_copies(traffic, copies, num_nodes))
         if traffic.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
             dispatch_us = dispatch_us + links.all_to_all_us(traffic.slots.moved_bytes_RR)
         stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * _STATISTIC_BYTES
-        gathered_us = links.all_gather_us(traffic.counts_RP.shape[1] * _COUNT_BYTES, num_ranks)
+        # A measured exchange tells ranks its counts by itself.
+        count_bytes = traffic.counts_RP.shape[1] * _COUNT_BYTES
+        gathered_us = 0.0 if links.exchange is not None else links.all_gather_us(count_bytes, num_ranks)
         return {
             "wait_policy": np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)),
             "wait_metadata": np.full(num_ranks, gathered_us),

@@ -434,7 +434,10 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, NAME_OF_FILE] = None
-    """Name of data/links/, a file by ``calibrate``, or ``table:SYSTEM/nccl/VERSION``."""
+    """Name of data/links/, a file by ``calibrate``, ``table:SYSTEM/nccl/VERSION``, or an exchange that was measured,
+    ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
+    exchange_sms: int | None = Field(None, ge=1)
+    """Streaming multiprocessors that such an exchange holds; null = the fastest row."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.expert_table import ExpertTable
-from moe_ep_bench.cost_model.links import Basis, Curve
+from moe_ep_bench.cost_model.links import Basis
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Curve
+from moe_ep_bench.cost_model.curve import Curve
+from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE
 from moe_ep_bench.presets import Strict
 
 if TYPE_CHECKING:  # It imports slowly.

@@ -14,14 +14,14 @@ Shapes: R = ranks, N = measured points.
 from __future__ import annotations
 
 import math
-from functools import cached_property
-from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-from pydantic import ConfigDict, Field, PositiveFloat, RootModel, model_validator
+from numpy.typing import ArrayLike
+from pydantic import Field, PositiveFloat, model_validator
 
+from moe_ep_bench.cost_model.curve import Curve
+from moe_ep_bench.cost_model.exchanges import Exchange
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
 
@@ -29,45 +29,6 @@ MEASURED_ELSEWHERE = "measured elsewhere"
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
 """Measured by ``calibrate`` or outside this program, in others' tables, published by others (the file says
 by whom), or assumed."""
-
-
-class Curve(RootModel[Annotated[tuple[tuple[PositiveFloat, PositiveFloat], ...], Field(min_length=1)]]):
-    """Measured (size, microseconds) with rising sizes: bytes, tokens or pairs."""
-
-    model_config = ConfigDict(frozen=True)
-
-    @model_validator(mode="after")
-    def _check(self) -> Curve:
-        for before, after in pairwise(self.root):
-            if after[0] <= before[0]:
-                raise UserError(f"expected rising sizes, got {list(after)} after {list(before)}")
-        return self
-
-    @staticmethod
-    def of(sizes_N: ArrayLike, times_us_N: ArrayLike) -> Curve:
-        return Curve(tuple(zip(np.asarray(sizes_N).tolist(), np.asarray(times_us_N).tolist(), strict=True)))
-
-    @cached_property
-    def _logs(self) -> NDArray[np.float64]:
-        """Logarithms of sizes and times, [2, N]."""
-        return np.log(np.asarray(self.root, dtype=np.float64).T)
-
-    @cached_property
-    def growth(self) -> float:
-        """Microseconds for each unit of size between the last two points; 0 where time falls, and of one point."""
-        if len(self.root) == 1:
-            return 0.0
-        (size, time_us), (larger, longer_us) = self.root[-2:]
-        return max((longer_us - time_us) / (larger - size), 0.0)
-
-    def at(self, sizes: ArrayLike, growth: float | None = None) -> NDArray[np.float64]:
-        """Microseconds, linear over the logarithms of size and time; below the first point what that takes.
-
-        Beyond the last point time grows by ``growth`` for each unit of size; None = as between the last two.
-        """
-        sizes = np.asarray(sizes, dtype=np.float64)
-        inside = np.exp(np.interp(np.log(np.maximum(sizes, np.finfo(np.float64).tiny)), *self._logs))
-        return inside + np.maximum(sizes - self.root[-1][0], 0) * (self.growth if growth is None else growth)
 
 
 # By how much more a message takes than a larger one where that is chance.
@@ -158,6 +119,8 @@ class Links(Preset):
     """Of an all-gather, over bytes that a rank gets from others; null = an algorithm over ``intra`` and ``inter``."""
     reduce: Link | None = None
     """Likewise of an all-reduce, over bytes that a rank has to sum."""
+    exchange: Exchange | None = None
+    """Dispatch and combine as others measured them, in place of all-to-alls over ``intra`` and ``inter``."""
     measured_by: str | None = None
     """What was measured elsewhere and by whom, all of it; null = ``source`` says where each number is from."""
 
@@ -173,12 +136,19 @@ class Links(Preset):
         """The same links with ``factor`` times the bandwidth; the name says so."""
         if factor == 1:
             return self
+        if self.exchange is not None:
+            raise UserError(f"bandwidth_scale: expected 1 with an exchange that was measured, got {factor:g}")
         links = {key: getattr(self, key) for key in ("intra", "inter", "gather", "reduce")}
         faster = {key: link and link.scaled(factor) for key, link in links.items()}
         return self.model_copy(update={**faster, "name": f"{self.name}, bandwidth x {factor:g}"})
 
     def describe(self) -> str:
         """Which model made a number: to stand beside it."""
+        if self.exchange is not None:
+            alone = self.model_copy(update={"exchange": None})
+            return (
+                f"{MEASURED_ELSEWHERE} ({self.exchange.measured_by}): {self.exchange.words}; others {alone.describe()}"
+            )
         if self.measured_by is not None:
             how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
             return f"{MEASURED_ELSEWHERE} ({self.measured_by}): {how} direction; {self.name}"

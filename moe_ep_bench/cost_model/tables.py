@@ -5,10 +5,11 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
+``SYSTEM/comm/FRAMEWORK/VERSION/...``                   dispatch and combine by DeepEP (``BACKENDS``)
 
 A device is named ``table:SYSTEM/FRAMEWORK/VERSION``: a file of data/devices/ with the times of experts of one shape,
 dtype and EP size in it (``expert_table``). One that was not measured is refused, with a list of those that were. Links
-are named ``table:SYSTEM/nccl/VERSION``.
+are named ``table:SYSTEM/nccl/VERSION``, an exchange ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``exchanges``).
 
 *How a row of moe_perf was taken* (ai-dynamo/aiconfigurator, collector/). One GPU stands for rank 0 of ``moe_ep_size``.
 It is given all ``num_tokens`` tokens of the group, and computes the pairs of its own experts. ``balanced`` scores give
@@ -31,7 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import PRECISIONS, RUN_DTYPES, Device
+from moe_ep_bench.cost_model.exchanges import Copies, Exchange
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
 from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Link, Links
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
@@ -42,6 +45,30 @@ if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of
 
 PACKAGE, EXTRA, PREFIX = "aiconfigurator-core", "moe-ep-bench[tables]", "table:"
 MOE, NCCL = "moe_perf.parquet", "nccl_perf.parquet"
+A2A, NORMAL, LOW_LATENCY = "moe_a2a_perf.parquet", "wideep_deepep_normal_perf.parquet", "wideep_deepep_ll_perf.parquet"
+# Exchanges by framework and name: the file, and what a token has a copy for inside a node. SGLang's rows dispatch FP8
+# and combine bfloat16; of DeepEP's second version (v2) it is assumed that copies are of ranks.
+BACKENDS: dict[str, dict[str, tuple[str, Copies]]] = {
+    "sglang": {"deepep_normal": (NORMAL, "rank"), "deepep_ll": (LOW_LATENCY, "pair")},
+    "trtllm": {"trtllm_deepep_ht": (A2A, "rank"), "trtllm_deepep_ll": (A2A, "pair")},
+    "vllm": {
+        "deepep_ht": (A2A, "rank"),
+        "deepep_ll": (A2A, "pair"),
+        "deepep_v2_context": (A2A, "rank"),
+        "deepep_v2_generation": (A2A, "rank"),
+    },
+}
+# What a token is sent as, by ``layer.dtype``: as rows of ``A2A`` name it where they name any.
+_SENT = {"float32": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4"}
+# GPUs of a node, and the links of data/links/ that carry all but the exchange, inside a node and beyond it.
+_GPUS = {"gb200": 4, "gb300": 4}
+_OTHER_LINKS = {
+    "b200_sxm": ("b200-nvlink5",),
+    "b300_sxm": ("b200-nvlink5",),
+    "gb200": ("gb200-nvl72",),
+    "gb300": ("gb200-nvl72",),
+}
+_HOPPER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 BALANCED = "balanced"
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
 
@@ -78,37 +105,72 @@ def _choose(what: str, name: str, names: Sequence[str]) -> None:
         raise UserError(f"expected a {what} of {listed}; got {brief(name)}{did_you_mean(name, names)}")
 
 
+def _exchanges(folder: Path) -> dict[str, list[str]]:
+    """Versions of a framework that have exchanges, each with their names."""
+    known = BACKENDS.get(folder.name, {})
+    found = {
+        version: [
+            backend for backend, (file, _) in known.items() if backend in _names(folder / version / file, backend)
+        ]
+        for version in _folders(folder)
+    }
+    return {version: backends for version, backends in found.items() if backends}
+
+
+@cache
+def _names(file: Path, backend: str) -> set[str]:
+    """Exchanges that a file has rows of; one whose rows name none is of ``backend``."""
+    import pyarrow.parquet as pq
+
+    if not file.is_file():
+        return set()
+    return set(pq.read_table(file, columns=["comm_backend"])[0].to_pylist()) if file.name == A2A else {backend}
+
+
 class Tables(NamedTuple):
-    """The file of one framework's version on one system; ``kind`` is ``moe`` or ``comm``."""
+    """The file of one framework's version on one system; ``kind`` is ``moe`` or ``comm``, ``backend`` an exchange's."""
 
     system: str
     framework: str
     version: str
     kind: str
+    backend: str = ""
 
     @classmethod
     def named(cls, name: str, kind: str) -> Tables:
-        """Find ``table:SYSTEM/FRAMEWORK/VERSION`` among the files of a kind.
+        """Find ``table:SYSTEM/FRAMEWORK/VERSION``, and of an exchange ``/BACKEND``, among the files of a kind.
 
         Raises:
             UserError: one line that lists what there is at the first part that is not known.
         """
-        system, framework, version = [*name.removeprefix(PREFIX).split("/", 2), "", ""][:3]
+        limit = 2 if kind == "moe" else 3
+        system, framework, version, backend = [*name.removeprefix(PREFIX).split("/", limit), "", "", ""][:4]
         data = root() / "data"
         _choose("system", system, [known for known in _folders(data) if _folders(data / known / kind)])
         frameworks = _folders(data / system / kind)
-        _choose("framework", framework, frameworks if kind == "moe" else ["nccl"])
-        _choose(f"version of {framework}", version, _folders(data / system / kind / framework))
-        return cls(system, framework, version, kind)
+        if kind == "comm":
+            frameworks = [known for known in frameworks if known == "nccl" or _exchanges(data / system / kind / known)]
+        _choose("framework", framework, frameworks)
+        folder = data / system / kind / framework
+        versions = (
+            _exchanges(folder) if kind == "comm" and framework != "nccl" else {one: [] for one in _folders(folder)}
+        )
+        _choose(f"version of {framework}", version, list(versions))
+        if versions[version]:
+            _choose(f"kind of exchange of {framework} {version}", backend, versions[version])
+        elif backend:
+            raise UserError(f"expected {PREFIX}{system}/{framework}/{version}; got {brief(name)}")
+        return cls(system, framework, version, kind, backend)
 
     @property
     def name(self) -> str:
-        return f"{PREFIX}{self.system}/{self.framework}/{self.version}"
+        return PREFIX + "/".join(filter(None, (self.system, self.framework, self.version, self.backend)))
 
     @property
     def file(self) -> str:
         """Below ``systems/data``."""
-        return "/".join([self.system, self.kind, self.framework, self.version, MOE if self.kind == "moe" else NCCL])
+        file = MOE if self.kind == "moe" else BACKENDS[self.framework][self.backend][0] if self.backend else NCCL
+        return "/".join([self.system, self.kind, self.framework, self.version, file])
 
     @property
     def words(self) -> str:
@@ -229,8 +291,114 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTabl
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
+def load_links_of_layer(name: str, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None) -> Links:
+    """``load_links`` for one layer: those of an exchange with the rows of its shape.
+
+    Args:
+        num_ranks: of the EP group.
+        dtype: ``layer.dtype``, which tokens are sent as.
+        sms: streaming multiprocessors that the exchange holds; None = the fastest row of each size.
+
+    Raises:
+        UserError: also what was not measured, with a list of what was.
+    """
+    if not name.startswith(PREFIX) or not (tables := Tables.named(name, "comm")).backend:
+        if sms is not None:
+            raise UserError(f"exchange_sms: expected none but with an exchange of tables, got {sms} with {name}")
+        return load_links(name, num_ranks)
+    per_node = _GPUS.get(tables.system, 8)
+    others = _OTHER_LINKS.get(tables.system, _HOPPER_LINKS)
+    links = Links.named(others[-1] if num_ranks > per_node else others[0])
+    exchange = read_exchange(tables, model, num_ranks, dtype, sms)
+    return links.model_copy(update={"exchange": exchange, "ranks_per_node": min(per_node, links.ranks_per_node)})
+
+
+def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None) -> Exchange:
+    """The rows of an exchange for a model's layer: its hidden size and ranks, and the nearest top-k and experts.
+
+    Which top-k and how many experts the rows had enters by the copies that uniform routing gives them.
+
+    Raises:
+        UserError: no rows of this hidden size, number of ranks, dtype or SMs; the line lists what there is.
+    """
+    rows, source = exchange_rows(tables), tables.name
+    sent = _SENT.get(dtype, "bfloat16")
+
+    def keep(what: str, column: str, value: Any) -> pd.DataFrame:
+        there = sorted(rows[column].unique().tolist())
+        if value not in there:
+            raise UserError(f"{source}: expected {what} of {', '.join(map(str, there))}; got {value}")
+        return rows[rows[column] == value]
+
+    rows = keep("layer.ep_size", "num_ranks", num_ranks)
+    rows = keep("a hidden size", "hidden_size", model.expert_hidden_size)
+    if set(rows["dtype"]) != {""}:
+        rows = keep("tokens sent", "dtype", sent)
+    if sms is not None:
+        rows = keep("exchange_sms", "sms", sms)
+    for column, value in (("top_k", model.top_k), ("num_experts", model.num_experts)):
+        there = rows[column].unique()
+        rows = rows[rows[column] == there[np.abs(np.log(there / value)).argmin()]]
+    best = rows.loc[rows.groupby(["phase", "num_tokens"])["us"].idxmin()].sort_values("num_tokens")
+    phases = {phase: best[best["phase"] == phase] for phase in ("dispatch", "combine")}
+    copies = BACKENDS[tables.framework][tables.backend][1]
+    num_nodes = int(best["num_nodes"].iloc[0])
+    return Exchange(
+        name=source,
+        measured_by=tables.words,
+        copies="node" if copies == "rank" and num_nodes > 1 else copies,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        num_experts=int(best["num_experts"].iloc[0]),
+        top_k=int(best["top_k"].iloc[0]),
+        hidden_size=model.expert_hidden_size,
+        sent_as=str(best["dtype"].iloc[0]) or None,
+        **{phase: Curve.of(one["num_tokens"], one["us"]) for phase, one in phases.items()},
+        **{f"{phase}_sms": tuple(one["sms"].astype(int)) for phase, one in phases.items() if (one["sms"] > 0).all()},
+    )
+
+
+def exchange_rows(tables: Tables) -> pd.DataFrame:
+    """Rows of an exchange in one form.
+
+    Columns: hidden_size, num_experts, top_k, num_ranks, num_nodes, num_tokens of each rank, phase (dispatch, combine),
+    dtype (empty = not stated), sms (0 = not stated); us, with what telling ranks their counts takes (``notify``).
+    """
+    import pandas as pd
+
+    names = {
+        "node_num": "num_nodes",
+        "num_token": "num_tokens",
+        "num_topk": "top_k",
+        "topk": "top_k",
+        "ep_size": "num_ranks",
+    }
+    shape = ["hidden_size", "num_experts"]
+    if tables.file.endswith(A2A):
+        columns = [*shape, "node_num", "num_tokens", "topk", "ep_size", "phase", "comm_dtype", "sms", "latency"]
+        rows = tables.read(columns, [("comm_backend", "=", tables.backend)]).rename(columns=names)
+        dtype = rows["comm_dtype"].replace("default", "")
+        return rows.assign(us=rows["latency"], dtype=dtype).drop(columns=["latency", "comm_dtype"])
+    of_phase = {"transmit_us": "{}_transmit_us", "notify_us": "{}_notify_us", "sms": "{}_sms"}
+    if tables.file.endswith(LOW_LATENCY):
+        of_phase = {"transmit_us": "{}_avg_t_us"}
+    phases = ("dispatch", "combine")
+    columns = [column.format(phase) for phase in phases for column in of_phase.values()]
+    rows = tables.read([*shape, "node_num", "num_token", "num_topk", *columns]).rename(columns=names)
+    parts = [
+        rows.rename(columns={column.format(phase): name for name, column in of_phase.items()}).assign(phase=phase)
+        for phase in phases
+    ]
+    found = pd.concat(parts, ignore_index=True).drop(columns=columns, errors="ignore")
+    us = found["transmit_us"] + found.get("notify_us", 0.0)
+    num_ranks = found["num_nodes"] * _GPUS.get(tables.system, 8)
+    sms = found.get("sms", pd.Series(0, found.index))
+    found = found.assign(us=us, num_ranks=num_ranks, dtype="", sms=sms)
+    return found.drop(columns=["transmit_us", "notify_us"], errors="ignore")
+
+
 def load_links(name: str, num_ranks: int | None = None) -> Links:
-    """Links by their name, by the path of a file, or of a table, which are of one node.
+    """Links by their name, by the path of a file, or of a table of NCCL, which are of one node.
 
     Args:
         num_ranks: a table's are of the fewest GPUs that are no fewer; None = of the most.
@@ -241,6 +409,8 @@ def load_links(name: str, num_ranks: int | None = None) -> Links:
     if not name.startswith(PREFIX):
         return Links.load(name)
     tables = Tables.named(name, "comm")
+    if tables.backend:
+        raise UserError(f"{tables.name}: expected links of NCCL, whose times go by bytes; got an exchange")
     rows, source = read_nccl(tables), f"{package_words()}, {tables.file}"
     most = int(rows["num_gpus"].max())
     gpus = rows.loc[rows["num_gpus"] >= min(num_ranks or most, most), "num_gpus"].min()

@@ -78,8 +78,8 @@ def copy_down(noise_TE, is_copied_TE, before_E):
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
-    """Loads of experts, copies to ranks, and sums over valid tokens.
+def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_node):
+    """Loads of experts, copies to ranks and nodes, and sums over valid tokens.
 
     Branches that depend on the map cannot be predicted, so there are none.
 
@@ -88,7 +88,8 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
         valid_T: bool [T]; empty = all tokens are valid.
 
     Returns:
-        int64 [E], pairs of each expert; int64 [R], tokens with a pair on each rank. Of valid tokens pairs, those of
+        int64 [E], pairs of each expert; int64 [R] and [N], tokens with a pair on each rank and on each node, whose
+        ranks follow each other. Of valid tokens pairs, those of
         them that are top-k pairs, top-k pairs that another expert of the token stands in for (as many as a token lacks,
         at most as many as it has added), tokens with a pair, and the score mass of their pairs.
     """
@@ -96,17 +97,23 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
     per_rank = num_experts // num_ranks
     load_E = np.zeros(num_experts, np.int64)
     copies_R = np.zeros(num_ranks, np.int64)
+    copies_N = np.zeros((num_ranks + ranks_per_node - 1) // ranks_per_node, np.int64)
     num_valid_pairs = num_kept = num_rerouted = num_served = 0
     mass = 0.0
     for token in range(num_tokens):
         map_E, top_k_E, scores_E = map_TE[token], top_k_TE[token], scores_TE[token]
         for expert in range(num_experts):
             load_E[expert] += map_E[expert]
+        node = np.uint8(0)
         for rank in range(num_ranks):
             reached = np.uint8(0)
             for expert in range(rank * per_rank, (rank + 1) * per_rank):
                 reached |= map_E[expert]
             copies_R[rank] += reached
+            node |= reached
+            if (rank + 1) % ranks_per_node == 0 or rank + 1 == num_ranks:
+                copies_N[rank // ranks_per_node] += node
+                node = np.uint8(0)
         if valid_T.size == 0 or valid_T[token]:
             pairs = kept = chosen = 0
             held = 0.0
@@ -120,7 +127,7 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
             num_rerouted += min(pairs, chosen) - kept
             num_served += pairs > 0
             mass += held
-    return load_E, copies_R, num_valid_pairs, num_kept, num_rerouted, num_served, mass
+    return load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
@@ -159,18 +166,20 @@ def score_sums(top_k_TE, scores_TE, valid_T):
 
 
 @njit(cache=True, nogil=True)
-def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks):
-    """Pairs of each slot, and tokens with a pair on each rank.
+def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks, ranks_per_node):
+    """Pairs of each slot, and tokens with a pair on each rank and on each node.
 
     Args:
         slot_N, first_E, pairs_E, before_E: of ``bench.routing.Slots``, the last of this rank.
 
     Returns:
-        int64 [P] and [R].
+        int64 [P], [R] and [N].
     """
     num_tokens, num_experts = map_TE.shape
     counts_P = np.zeros(num_slots, np.int64)
+    num_nodes = (num_ranks + ranks_per_node - 1) // ranks_per_node
     copies_R, last_R = np.zeros(num_ranks, np.int64), np.full(num_ranks, -1, np.int64)  # the last token there
+    copies_N, last_N = np.zeros(num_nodes, np.int64), np.full(num_nodes, -1, np.int64)
     number_E = before_E.copy()
     for token in range(num_tokens):
         for expert in range(num_experts):
@@ -181,4 +190,7 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
                 rank = slot * num_ranks // num_slots
                 copies_R[rank] += last_R[rank] != token
                 last_R[rank] = token
-    return counts_P, copies_R
+                node = rank // ranks_per_node
+                copies_N[node] += last_N[node] != token
+                last_N[node] = token
+    return counts_P, copies_R, copies_N

@@ -1,0 +1,106 @@
+"""Dispatch and combine of a layer as others measured them: DeepEP's and other exchanges' rows, scaled by copies.
+
+A row is of uniform routing: each of a rank's T tokens takes K of E experts at random. It says how long all ranks took.
+What an exchange carries are *copies* of tokens, and exchanges differ in what a token has a copy for:
+
+``rank``  each rank with one of its experts: DeepEP's normal (high throughput) kernels inside a node
+``node``  each *other* node with one of its experts: the same between nodes, where the network binds
+``pair``  each of its experts: DeepEP's low-latency kernels
+
+A case's time is the row at as many tokens T' as give uniform routing the copies of the case's fullest rank, sent or
+received, whichever are more:
+
+    T' = max over ranks of max(sent, received) / c
+
+c is what uniform routing has for each token of a rank. A token reaches a given one of R ranks with the probability
+p(R) = 1 - C(E - E / R, K) / C(E, K): c = R p(R) by ranks, (N - 1) p(N) by nodes and K by pairs. A node's ranks share
+the copies that it receives. Between rows time is interpolated over logarithms of tokens and time; beyond the last it
+grows as between the last two. So a row is measured elsewhere, and what becomes of it under a skew is modelled.
+
+Shapes: R = ranks, N = nodes, K = top_k, E = experts.
+"""
+
+from __future__ import annotations
+
+from math import comb
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_ep_bench.cost_model.curve import Curve
+from moe_ep_bench.presets import Strict
+
+Copies = Literal["rank", "node", "pair"]
+_OF: dict[Copies, str] = {"rank": "rank", "node": "other node", "pair": "expert"}
+
+
+class Exchange(Strict):
+    """Measured times of dispatch and combine over tokens of each rank under uniform routing (see the module)."""
+
+    name: str
+    """As users name it (``tables``)."""
+    measured_by: str
+    """What was measured and by whom."""
+    copies: Copies
+    """What a token has a copy for."""
+    num_ranks: int
+    num_nodes: int
+    num_experts: int
+    top_k: int
+    """Those of the rows, from which the copies of uniform routing follow."""
+    hidden_size: int
+    sent_as: str | None = None
+    """What a token is dispatched as; None = as the framework has it."""
+    dispatch: Curve
+    combine: Curve
+    dispatch_sms: tuple[int, ...] = ()
+    """Streaming multiprocessors of each point's row, ascending in tokens; () = not stated."""
+    combine_sms: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Which rows they are, and what becomes of them: to stand beside a number."""
+        known = sorted({*self.dispatch_sms, *self.combine_sms})
+        sms = f", {known[0]} to {known[-1]} SMs" if len(known) > 1 else f", {known[0]} SMs" if known else ""
+        return (
+            f"dispatch and combine of {self.name}, {self.num_nodes} node{'s' * (self.num_nodes > 1)}, hidden size"
+            f" {self.hidden_size}, top-{self.top_k} of {self.num_experts}{sms}; scaled by the fullest rank's copies of"
+            f" tokens, one for each {_OF[self.copies]} (modelled)"
+        )
+
+    @property
+    def copies_per_token(self) -> float:
+        """c: copies that a rank sends, and that it receives, for each token of a rank under uniform routing."""
+        if self.copies == "pair":
+            return float(self.top_k)
+        if self.copies == "node":
+            return (self.num_nodes - 1) * reached(self.num_experts, self.top_k, self.num_nodes)
+        return self.num_ranks * reached(self.num_experts, self.top_k, self.num_ranks)
+
+    def tokens(self, copies_RX: ArrayLike) -> float:
+        """T': tokens of each rank that give uniform routing the copies of the fullest rank.
+
+        Args:
+            copies_RX: from each rank to each rank [R, R], or to each node [R, N]; pairs as copies by ranks.
+        """
+        copies_RX = np.array(copies_RX, dtype=np.float64)
+        of_node = 1
+        if self.copies == "node":
+            of_node = self.num_ranks // self.num_nodes
+            copies_RX[np.arange(len(copies_RX)), np.arange(len(copies_RX)) // of_node] = (
+                0  # They do not leave the node.
+            )
+        return max(copies_RX.sum(axis=1).max(), copies_RX.sum(axis=0).max() / of_node) / self.copies_per_token
+
+    def times_us(self, copies_RX: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Microseconds of dispatch and combine, of each rank: float64 [R] each. All wait for the fullest."""
+        num_tokens, num_ranks = self.tokens(copies_RX), len(np.asarray(copies_RX))
+        if not num_tokens:
+            return np.zeros(num_ranks), np.zeros(num_ranks)
+        return tuple(np.full(num_ranks, float(curve.at(num_tokens))) for curve in (self.dispatch, self.combine))
+
+
+def reached(num_experts: int, top_k: int, num_parts: int) -> float:
+    """The probability that some of K experts drawn of E are in a given one of so many equal parts."""
+    return 1 - comb(num_experts - num_experts // num_parts, top_k) / comb(num_experts, top_k)

@@ -258,6 +258,9 @@ COLUMNS = {
         Column("experts_per_token", "experts/token", form="{:.2f}"),
         Column("activated_experts", "activated", form="{:.1f}", better="lower"),
         Column("activated_fullest_rank", "activated on a rank", form="{:.1f}", better="lower"),
+        Column("sent_pairs", "pairs sent", form="{:.2f}", better="lower"),
+        Column("sent_copies", "rank copies", form="{:.2f}", better="lower"),
+        Column("sent_node_copies", "node copies", form="{:.2f}", better="lower"),
         # Where time goes.
         text("breakdown_slowest_phase", "slowest phase"),
         times("breakdown_layer_ms", "layer, probed"),

@@ -186,18 +186,24 @@ COUNTS = [
 UNKNOWN = ["num_dropped_pairs", "num_rerouted_pairs"]
 LOST = ["dropped_share", "rerouted_share"]
 SHARES = ["topk_share", "entropy"]
+# What a token sends to other ranks, or nodes, by what an exchange sends it once for (``cost_model.exchanges``).
+SENT = {
+    "sent_pairs": "crossing_pairs",
+    "sent_copies": "crossing_copies",
+    "sent_node_copies": "crossing_node_copies",
+}
 ERRORS = ["output_error", "reference_error"]
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *LOST, "missing_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
-    "moved_gib",
+    "moved_gib", *SENT,
 ]  # fmt: skip
 # What the fullest of several EP groups has.
 OF_SLOWEST = {name: f"slowest_group_{name}" for name in ("fullest_expert", "fullest_rank")}
 # By what groups of unequal tokens count in a mean; of others each counts alike.
 _WEIGHTS = {
     **dict.fromkeys([*LOST, "missing_share"], "num_topk_pairs"),
-    **dict.fromkeys(["experts_per_token", *SHARES], "num_tokens"),
+    **dict.fromkeys(["experts_per_token", *SHARES, *SENT], "num_tokens"),
     "retained_mass": "mass",
 }
 
@@ -217,7 +223,9 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         ``retained_mass`` is ``metrics.mass_kept``, above 1 where a policy adds experts.
     """
     num_ranks = facts.num_ranks
-    rows = rows.assign(ep_group=rows["rank"] // num_ranks)
+    rows = rows.assign(
+        ep_group=rows["rank"] // num_ranks, **{name: np.nan for name in SENT.values() if name not in rows}
+    )
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
     # Of which every unit has a row (written by ``bench.rows``).
     num_sources = rows["rank"].nunique() // rows["ep_group"].nunique()
@@ -237,6 +245,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         counts |= dict(zip(UNKNOWN, by_unit(UNKNOWN).sum(axis=1).T, strict=True))
         lost = {name: counts[count] / topk_U for name, count in zip(LOST, UNKNOWN, strict=True)}
         lost["missing_share"] = counts[MISSING] / topk_U
+        sent_US = by_unit([*SENT.values()]).sum(axis=1) / tokens_U[:, None]  # null of earlier versions
     load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
     # Slots say where replicas and moved weights are.
@@ -258,6 +267,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
             "activated_experts": (load_UE > 0).sum(axis=1),
             "activated_fullest_rank": activated_UR.max(axis=1) if in_slots or at_home else np.nan,
+            **dict(zip(SENT, sent_US.T, strict=True)),
             "moved_gib": by_unit(["moved_weight_bytes"]).sum(axis=(1, 2)) / 2**30,
             "load_E": list(load_UE),
             "load_R": list(load_UR),

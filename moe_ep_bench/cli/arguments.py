@@ -120,7 +120,7 @@ show  print the tables of results directories, or write them in another format
   directories DIR+  results directories
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
-  --view NAMES  tables, comma-separated: layer, model, route (those by default), phases, ranks
+  --view NAMES  tables, comma-separated: layer, model, route (those by default), sent, phases, ranks
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each

@@ -19,13 +19,13 @@ from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS
-from moe_ep_bench.analysis.filters import columns_of, holds, matching
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
+from moe_ep_bench.conditions import columns_of, holds, matching
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
 from moe_ep_bench.policies import FIELDS
 
@@ -78,7 +78,7 @@ class Figure:
         frame: of a store the frame that it is made of, of which a user may choose rows.
         rows: of a store and these rows those that it shows. Their columns ``facet`` and ``title`` say where a row is
             drawn, ``line`` as what.
-        where: a condition (``filters``): rows that are drawn and stand in the CSV.
+        where: a condition (``conditions``): rows that are drawn and stand in the CSV.
         needs: a condition that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
         most: facets side by side.
@@ -224,7 +224,7 @@ def lines(
         x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
         by: the column whose values are lines; None = the policy but for ``x``.
         facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
-        where: a condition on columns (``filters``).
+        where: a condition on columns (``conditions``).
         of: what stands before a key in an error's line.
     """
     asked = {name: column for name, column in {"x": x, "y": y, "by": by, "facet": facet}.items() if column}

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
-from moe_ep_bench.analysis.filters import holds, matching
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -34,6 +33,7 @@ from moe_ep_bench.analysis.style import (
     rcParams,
     sheet,
 )
+from moe_ep_bench.conditions import holds, matching
 
 Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
 
@@ -52,7 +52,7 @@ class Panel:
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
-        where: a condition (``filters``): rows of the facet that the panel draws, which is left out where there is none;
+        where: a condition (``conditions``): rows of the facet that the panel draws; without any it is left out;
             empty = all.
     """
 

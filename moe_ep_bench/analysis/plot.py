@@ -18,10 +18,10 @@ from pydantic import RootModel
 from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
-from moe_ep_bench.analysis.filters import parsed
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of, typed
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
+from moe_ep_bench.conditions import parsed
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known, naming
 from moe_ep_bench.files import check_folder, write_text
 

@@ -13,11 +13,11 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, differs_from_topk, kind_of, ranks
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
-from moe_ep_bench.analysis.filters import matching
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.conditions import matching
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
@@ -32,7 +32,7 @@ class View:
         of: the comparisons that have it: layer, model, route.
         columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
         headers: other headers than ``COLUMNS`` has, by name.
-        where: a condition (``filters``); empty = all rows.
+        where: a condition (``conditions``); empty = all rows.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
     """

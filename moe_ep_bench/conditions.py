@@ -15,12 +15,14 @@ import operator
 import warnings
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean
+
+if TYPE_CHECKING:  # A config's conditions are read where no frame is.
+    import pandas as pd
 
 _MOST_CHARACTERS = 1000  # more could nest deeper than Python's parser goes
 _WORDS = {"null": None, "true": True, "false": False}
@@ -58,6 +60,8 @@ def holds(rows: pd.DataFrame, condition: str, known: Collection[str] | None = No
         if name not in known:
             listed = f"expected a column, one of {', '.join(known)}"
             raise UserError(f"{listed}; got {brief(name)}{did_you_mean(name, known)}")
+    import pandas as pd
+
     return pd.Series(_holds(tree, rows), rows.index, dtype=bool)
 
 
@@ -160,7 +164,9 @@ def _compared(left: ast.AST, kind: ast.cmpop, right: ast.AST, rows: pd.DataFrame
 def _values(node: ast.AST, rows: pd.DataFrame) -> list[Any]:
     """A value of each row; null is None."""
     if isinstance(node, ast.Name) and node.id not in _WORDS:
-        column = rows[node.id] if node.id in rows else pd.Series(None, rows.index, dtype=object)
+        if node.id not in rows:
+            return [None] * len(rows)
+        column = rows[node.id]
         return column.astype(object).where(column.notna(), None).to_list()
     return [_literal(node)] * len(rows)
 

@@ -14,7 +14,7 @@ from results_builder import FakeComparison, standard_cases, write_run
 import moe_ep_bench
 from moe_ep_bench.analysis import plot
 from moe_ep_bench.cli import main
-from moe_ep_bench.conditions import holds, matching
+from moe_ep_bench.config.conditions import holds, matching
 from moe_ep_bench.errors import UserError
 
 PACKAGE = Path(moe_ep_bench.__file__).parent

@@ -41,7 +41,7 @@ from moe_ep_bench.analysis.notes import (
 from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import Bounds, Question
-from moe_ep_bench.conditions import matching
+from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL

@@ -25,7 +25,7 @@ from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
-from moe_ep_bench.conditions import columns_of, holds, matching
+from moe_ep_bench.config.conditions import columns_of, holds, matching
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
 from moe_ep_bench.policies import FIELDS
 

@@ -25,7 +25,7 @@ from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import by_rank
-from moe_ep_bench.conditions import matching
+from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")

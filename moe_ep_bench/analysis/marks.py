@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.style import (
     rcParams,
     sheet,
 )
-from moe_ep_bench.conditions import holds, matching
+from moe_ep_bench.config.conditions import holds, matching
 
 Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
 

@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURE
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of, typed
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
-from moe_ep_bench.conditions import parsed
+from moe_ep_bench.config.conditions import parsed
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known, naming
 from moe_ep_bench.files import check_folder, write_text
 

@@ -17,7 +17,7 @@ from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.conditions import matching
+from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
-from moe_ep_bench.conditions import parsed
+from moe_ep_bench.config.conditions import parsed
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.errors import UserError, check_known, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model

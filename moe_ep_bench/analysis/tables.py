@@ -94,16 +94,6 @@ VIEWS = {
         ),
         notes=None,
     ),
-    "sent": View(
-        "route layer model",
-        ("label", "sent_pairs", "sent_copies", "sent_node_copies", "fullest_rank", *COSTS),
-        where="status == 'ok'",
-        title="what a token sends",
-        notes=(
-            "pairs sent, rank copies, node copies: of a token, to other ranks or nodes, as NCCL's all-to-all, DeepEP "
-            "inside a node and DeepEP between nodes send it",
-        ),
-    ),
     "phases": View(
         "layer model",
         (
@@ -128,6 +118,16 @@ VIEWS = {
         notes=(
             f"a rank's own time by phase, median over iterations with probes; of more than {MAX_RANKS} ranks those "
             "that work longest under native",
+        ),
+    ),
+    "sent": View(
+        "route layer model",
+        ("label", "sent_pairs", "sent_copies", "sent_node_copies", "fullest_rank", *COSTS),
+        where="status == 'ok'",
+        title="what a token sends",
+        notes=(
+            "pairs sent, rank copies, node copies: of a token, to other ranks or nodes, as NCCL's all-to-all, DeepEP "
+            "inside a node and DeepEP between nodes send it",
         ),
     ),
 }

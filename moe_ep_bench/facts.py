@@ -50,12 +50,34 @@ class Recording(JsonRecord):
     sources: list[Source] = []  # each gives a batch as many tokens
 
 
+class SkewLayers(JsonRecord):
+    """How far the layers differ that a named skew stands for (``workload.targets.Layers``)."""
+
+    num_layers: Count
+    relief: tuple[PositiveFloat, PositiveFloat, PositiveFloat]  # least, median and greatest
+
+    @property
+    def words(self) -> str:
+        least, median, greatest = self.relief
+        return (
+            f"one layer stands for {self.num_layers}, whose fullest ranks have {least:.2f} to {greatest:.2f} "
+            f"(median {median:.2f}) times what a cut at capacity factor 1 leaves of them"
+        )
+
+
+class SkewFacts(JsonRecord):
+    """A skew that a config names (``workload.targets.Skew``)."""
+
+    name: str
+    layers: SkewLayers | None = None
+
+
 class Workload(JsonRecord):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
     recording: Recording | None = None
-    skew: dict[str, Any] | None = None  # that was named: ``workload.targets.Skew``
+    skew: SkewFacts | None = None
     targets: dict[str, Any] = Field({})  # of a synthetic workload
     seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has

@@ -36,6 +36,7 @@ from moe_ep_bench.analysis.notes import (
     MOST_DROPPED,
     OVERSUBSCRIBED,
     chance_words,
+    skew_words,
     warnings,
 )
 from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
@@ -248,6 +249,7 @@ def _notes(
     workloads = [facts["workload"] for facts in about["facts"]]
     if any(map(_is_assumed, workloads)):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
+    yield from dict.fromkeys(filter(None, (skew_words(one.facts) for one in store.comparisons)))
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:
         yield "the pick is judged by the traffic that chose it: its speedup is a little too high"

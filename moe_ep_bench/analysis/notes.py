@@ -111,11 +111,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     return [
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", _by_chance(one, ok)),
-        (
-            "one layer stands for {}, whose fullest ranks have {:.2f} to {:.2f} (median {:.2f}) times what a cut at "
-            "capacity factor 1 leaves of them",
-            _layers_of_skew(facts),
-        ),
+        ("{}", skew_words(facts)),
         (
             "busy experts stand on ranks at random, in one draw here: others gain otherwise (sweep workload.seed)",
             _is_one_draw(one, rows),
@@ -129,13 +125,10 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     ]
 
 
-def _layers_of_skew(facts: ComparisonFacts) -> tuple[int, float, float, float] | None:
-    """How far the layers differ that a named skew stands for: their number; least, greatest and median relief."""
-    layers = (facts.workload.skew or {}).get("layers")
-    if layers is None:
-        return None
-    least, median, greatest = layers["relief"]
-    return layers["num_layers"], least, greatest, median
+def skew_words(facts: ComparisonFacts) -> str:
+    """How far the layers differ that a named skew stands for; empty where that is not known."""
+    skew = facts.workload.skew
+    return skew.layers.words if skew is not None and skew.layers is not None else ""
 
 
 def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:

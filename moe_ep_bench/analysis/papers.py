@@ -28,6 +28,7 @@ from moe_ep_bench.analysis.columns import (
     render,
     text,
 )
+from moe_ep_bench.analysis.notes import skew_words
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
@@ -278,6 +279,8 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
     notes += [f"{row.traffic} was chosen: {row.primary_because}" for row in known.itertuples()]
     if not rows["primary"].all():
         notes.append(f"{_NOT_CHOSEN.strip()}: the config's first traffic, for none was chosen beforehand")
+    about = (one.facts for one in claims.store.comparisons if one.comparison_id in set(rows["comparison_id"]))
+    notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := skew_words(facts)))
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
     how = "; ".join(filter(None, (said_once(claims.measured[name]) for name in ("mode", "device", "links"))))
     return Table(rows, columns, f"Papers' numbers beside {ours}: {how}", notes)

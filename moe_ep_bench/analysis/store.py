@@ -468,7 +468,8 @@ def _alike(one: Read) -> str:
     if not _drawn(one.comparison) or one.frames["samples"]["launch"].nunique() > 1:
         return one.comparison.comparison_id
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
-    asked = [_point(one.comparison), [*_drawn(one.comparison)], facts.workload.kind, targets, facts.workload.skew]
+    asked = [_point(one.comparison), [*_drawn(one.comparison)], facts.workload.kind, targets]
+    asked.append(facts.workload.skew and facts.workload.skew.model_dump())
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
     apart |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)

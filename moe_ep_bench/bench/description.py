@@ -177,7 +177,9 @@ def workload_facts(comparison: Comparison) -> WorkloadFacts:
         elif config.skew is not None and config.skew not in PATTERNS:
             skew = config.calibration(preset)
             source = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); "
-            facts["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
+            # A peak load in place of the skew's own is of no layer that was recorded.
+            own = skew.model_dump(mode="json", exclude_none=True, exclude={"layers"} if config.peak_load else None)
+            facts["skew"] = {"name": config.skew, **own}
     return WorkloadFacts(**{**facts, "description": source + facts["description"]})
 
 

@@ -140,13 +140,13 @@ def test_a_sweep_that_measures_somewhere_takes_the_cpus_values_everywhere(tmp_pa
 def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "peak_load": 1.0}
+    workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "peak_load": 1.01}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "layer": {"ep_size": 1}}))
     with pytest.raises(UserError, match=r"config.yaml: workload: peak_load: expected"):
         plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
     monkeypatch.setattr("moe_ep_bench.bench.plan._FEW_SCORES", 0)  # as of many tokens, which no plan solves for
     (first, _) = plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
-    with pytest.raises(UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1: peak_load: expected"):
+    with pytest.raises(UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1\.01: peak_load: expected"):
         describe_timed_run(mock.Mock(), "run", [first])
 
 

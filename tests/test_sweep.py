@@ -181,6 +181,9 @@ def test_an_override_holds_for_recordings_too_or_for_them_alone(tmp_path: Path) 
     assert found("sweep.workload.layer=[1]") == [(1, None), (2, None), (0, 1)]
     assert found("workload.layer=2", "workload.seed=5") == [(5, None), (5, 2)]
     assert found("sweep.recorded=[]") == [(1, None), (2, None)]
+    # A recording is of one model: with another one there is none.
+    assert found("model.preset=olmoe-1b-7b") == found("sweep.model.preset=[olmoe-1b-7b]") == [(1, None), (2, None)]
+    assert len(found("sweep.model.preset=[olmoe-1b-7b, deepseek-v2-lite]")) == 4 + 3
     assert {one.workload.tail for one in recorded(tmp_path, "workload.tail=uniform")[2:]} == {"uniform"}
 
 

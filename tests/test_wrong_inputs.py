@@ -96,7 +96,7 @@ COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 16 --decode-tokens 8 --peak-load 4 --dry-run": (
         "bench: --peak-load: workload: peak_load: expected 8 to 16 (what noise alone gives with 8 tokens, to experts"
     ),
-    "emulate CONFIG --set workload.num_tokens=8 --set workload.peak_load=1 --dry-run": (
+    "emulate CONFIG --set workload.num_tokens=8 --set workload.peak_load=1.01 --dry-run": (
         "config.yaml: workload: peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
     ),
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",

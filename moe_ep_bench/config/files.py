@@ -120,7 +120,10 @@ def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, fo
         raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
     value = _resolved(value, swept, folder)
     for one in further:
-        one[swept] = value
+        if swept.startswith("workload."):
+            one[swept] = value
+        elif one[swept] not in (value if key != swept else [value]):  # A recording is of one model.
+            sweep[RECORDED] = [other for other in sweep[RECORDED] if other is not one]
     if further and swept not in sweep and not _is_set(raw, swept):
         return  # It is a key of recordings alone.
     if key != swept:

@@ -113,7 +113,8 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
 def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, folder: Path, where: str) -> None:
     """Set the value of a dotted key, which ends its sweep, or the values of ``sweep.KEY``."""
     swept = key.removeprefix("sweep.")
-    further = [one for one in sweep.get(RECORDED) or () if isinstance(one, dict) and swept in one]
+    recorded = sweep.get(RECORDED)
+    further = [one for one in recorded if isinstance(one, dict) and swept in one] if isinstance(recorded, list) else []
     if swept == "on_cpu":
         raise UserError(f"{where}: on_cpu stands in the file alone; set its keys one by one, as KEY=value")
     if swept == "sweep":
@@ -122,7 +123,9 @@ def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, fo
     for one in further:
         if swept.startswith("workload."):
             one[swept] = value
-        elif one[swept] not in (value if key != swept else [value]):  # A recording is of one model.
+        elif one[swept] not in (
+            value if key != swept and isinstance(value, list) else [value]
+        ):  # A recording is of one model.
             sweep[RECORDED] = [other for other in sweep[RECORDED] if other is not one]
     if further and swept not in sweep and not _is_set(raw, swept):
         return  # It is a key of recordings alone.

@@ -51,6 +51,7 @@ OTHER = {
 # which are planned otherwise (test_model_run).
 LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "emulate.rebalance", "figures"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
+LEFT_OUT |= {"emulate.exchange_sms"}  # Only of links by a measured exchange (test_exchanges).
 
 
 def write(folder: Path, sweep: Mapping[str, Any]) -> Path:

@@ -34,8 +34,8 @@ from scipy.stats import linregress
 from tables import as_yaml, fit_roofline
 
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_rows import BALANCED
 from moe_ep_bench.cost_model.expert_table import balanced_loads
-from moe_ep_bench.cost_model.tables import BALANCED
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.experts import first_rows

@@ -21,9 +21,10 @@ from scipy.optimize import least_squares
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_rows import BALANCED, of_shape, read_moe
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.tables import BALANCED, Tables, load_links, of_shape, package_words, read_moe, read_nccl
+from moe_ep_bench.cost_model.tables import Tables, load_links, package_words, read_nccl
 from moe_ep_bench.workload.synthetic import quotas
 
 # Device, system, and the frameworks that its roofline is fitted to, each weighing the same.

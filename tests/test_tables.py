@@ -16,12 +16,14 @@ from tables import DEVICES, experts_rows, fullest_ranks, predicted_us
 
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
+from moe_ep_bench.cost_model import expert_rows
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_rows import load_device_of_layer
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.phases import RankWork, layer_segments
-from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
+from moe_ep_bench.cost_model.tables import load_links
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec
 
@@ -80,7 +82,8 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for power, latency in ((9, 8.0 + gpus), (12, 9.0 + gpus), (19, 20.0 + gpus), (24, 200.0 + gpus))
     ]
     pd.DataFrame(collectives).to_parquet(nccl / "nccl_perf.parquet")
-    monkeypatch.setattr(reading, "root", lambda: tmp_path)
+    for module in (reading, expert_rows):
+        monkeypatch.setattr(module, "root", lambda: tmp_path)
     monkeypatch.setattr(reading, "package_words", lambda: "aiconfigurator-core 0.0")
     return tmp_path
 

@@ -23,7 +23,8 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links_of_layer
+from moe_ep_bench.cost_model.expert_rows import load_device_of_layer
+from moe_ep_bench.cost_model.tables import load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts

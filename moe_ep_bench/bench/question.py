@@ -22,7 +22,7 @@ from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
-from moe_ep_bench.cost_model.tables import load_device
+from moe_ep_bench.cost_model.expert_rows import load_device
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model

@@ -8,22 +8,14 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 ``SYSTEM/comm/FRAMEWORK/VERSION/...``                   dispatch and combine by DeepEP (``BACKENDS``)
 
 A device is named ``table:SYSTEM/FRAMEWORK/VERSION``: a file of data/devices/ with the times of experts of one shape,
-dtype and EP size in it (``expert_table``). One that was not measured is refused, with a list of those that were. Links
+dtype and EP size in it (``expert_rows``). One that was not measured is refused, with a list of those that were. Links
 are named ``table:SYSTEM/nccl/VERSION``, an exchange ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``exchanges``).
-
-*How a row of moe_perf was taken* (ai-dynamo/aiconfigurator, collector/). One GPU stands for rank 0 of ``moe_ep_size``.
-It is given all ``num_tokens`` tokens of the group, and computes the pairs of its own experts. ``balanced`` scores give
-token t the experts (t + j x ceil(E / k)) mod E, j < k. ``power_law_A`` draws a weight for each expert from a power law
-of exponent A, rounds the loads to pairs, and puts the fullest rank first; five draws are averaged, without a seed.
-A row holds the framework's top-k, its permutation around the experts and the sum over a token's local experts. Gate,
-dispatch and combine are not in it.
 
 Nothing is kept beyond the process. No row of theirs is part of this repository but where a file says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata, resources
@@ -33,11 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moe_ep_bench.cost_model.curve import Curve
-from moe_ep_bench.cost_model.devices import PRECISIONS, RUN_DTYPES, Device
 from moe_ep_bench.cost_model.exchanges import Copies, Exchange
-from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
 from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Link, Links
-from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
+from moe_ep_bench.errors import UserError, brief, did_you_mean
 from moe_ep_bench.models import ModelSpec
 
 if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of all that does.
@@ -69,7 +59,6 @@ _OTHER_LINKS = {
     "gb300": ("gb200-nvl72",),
 }
 _HOPPER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
-BALANCED = "balanced"
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
 
 
@@ -95,11 +84,13 @@ def package_words() -> str:
     return f"{PACKAGE} {metadata.version(PACKAGE)}"
 
 
-def _folders(folder: Path) -> list[str]:
+def folders(folder: Path) -> list[str]:
+    """Names of the folders in one; none where it is not there."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
-def _choose(what: str, name: str, names: Sequence[str]) -> None:
+def choose(what: str, name: str, names: Sequence[str]) -> None:
+    """Refuse a name that is none of ``names``, in a line that lists them."""
     if name not in names:
         listed = ", ".join(names) or "none"
         raise UserError(f"expected a {what} of {listed}; got {brief(name)}{did_you_mean(name, names)}")
@@ -112,7 +103,7 @@ def _exchanges(folder: Path) -> dict[str, list[str]]:
         version: [
             backend for backend, (file, _) in known.items() if backend in _names(folder / version / file, backend)
         ]
-        for version in _folders(folder)
+        for version in folders(folder)
     }
     return {version: backends for version, backends in found.items() if backends}
 
@@ -146,18 +137,18 @@ class Tables(NamedTuple):
         limit = 2 if kind == "moe" else 3
         system, framework, version, backend = [*name.removeprefix(PREFIX).split("/", limit), "", "", ""][:4]
         data = root() / "data"
-        _choose("system", system, [known for known in _folders(data) if _folders(data / known / kind)])
-        frameworks = _folders(data / system / kind)
+        choose("system", system, [known for known in folders(data) if folders(data / known / kind)])
+        frameworks = folders(data / system / kind)
         if kind == "comm":
             frameworks = [known for known in frameworks if known == "nccl" or _exchanges(data / system / kind / known)]
-        _choose("framework", framework, frameworks)
+        choose("framework", framework, frameworks)
         folder = data / system / kind / framework
         versions = (
-            _exchanges(folder) if kind == "comm" and framework != "nccl" else {one: [] for one in _folders(folder)}
+            _exchanges(folder) if kind == "comm" and framework != "nccl" else {one: [] for one in folders(folder)}
         )
-        _choose(f"version of {framework}", version, list(versions))
+        choose(f"version of {framework}", version, list(versions))
         if versions[version]:
-            _choose(f"kind of exchange of {framework} {version}", backend, versions[version])
+            choose(f"kind of exchange of {framework} {version}", backend, versions[version])
         elif backend:
             raise UserError(f"expected {PREFIX}{system}/{framework}/{version}; got {brief(name)}")
         return cls(system, framework, version, kind, backend)
@@ -194,98 +185,6 @@ class Tables(NamedTuple):
             return pq.read_table(path, columns=list(columns), filters=filters).to_pandas()
         except (pa.ArrowException, OSError, KeyError) as problem:
             raise UserError(f"{path}: damaged: {brief(str(problem), quoted=False)}") from None
-
-
-# ---- devices ---------------------------------------------------------------------------------------------------------
-
-# The file of data/devices/ that says the rest of a system, where it is called otherwise.
-_DEVICES = {"a100_sxm": "a100-sxm-80gb"}
-_NAMES = {"inter_size": "ffn_hidden_size", "topk": "top_k", "moe_dtype": "dtype", "moe_ep_size": "ep_size"}
-_MOE_COLUMNS = ["hidden_size", "num_experts", *_NAMES, "num_tokens", "distribution", "latency"]
-
-
-def load_device(name: str) -> Device:
-    """A device by its name or by the path of a file; of a table the device whose experts it has.
-
-    Raises:
-        UserError: see ``Device.load`` and ``Tables.named``.
-    """
-    if not name.startswith(PREFIX):
-        return Device.load(name)
-    system = Tables.named(name, "moe").system
-    known = {system: _DEVICES.get(system, system.replace("_", "-")) for system in _folders(root() / "data")}
-    stated = [system for system, device in known.items() if device in Device.names()]
-    _choose("system with a file of data/devices/", system, stated)
-    return Device.named(known[system])
-
-
-def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) -> Device:
-    """The same for one layer, with what a table measured of its experts.
-
-    Raises:
-        UserError: also a dtype that the device has no figures of, a shape or an EP size that was not measured.
-    """
-    device = load_device(name)
-    if not name.startswith(PREFIX):
-        if dtype not in RUN_DTYPES:
-            raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {device.name}")
-        return device
-    tables = Tables.named(name, "moe")
-    measured = tables.read(["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"]
-    dtypes = sorted(set(measured) & PRECISIONS.keys())
-    if dtype not in dtypes:
-        raise UserError(f"{tables.name}: expected layer.dtype one of {', '.join(dtypes)}; got {dtype}")
-    rows = read_moe(tables, dtype=dtype, tp_size=model.tensor_parallel)
-    with naming(f"{tables.name}, {dtype}"):
-        table = find_table(rows, model, ep_size)
-    sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
-    expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (device.reached_tbps * 1e6)
-    named = {"name": tables.name, "measured_by": f"{tables.words}, {dtype}", "expert_us": expert_us}
-    return device.model_copy(update={"experts": table.model_copy(update=named)})
-
-
-def read_moe(
-    tables: Tables, *, dtype: str | None = None, distribution: str | None = BALANCED, tp_size: int = 1
-) -> pd.DataFrame:
-    """Rows of MoE layers: ``SHAPE``, dtype, num_tokens, ep_size, distribution, us.
-
-    Experts are whole, or cut among ``tp_size`` ranks; then the FFN size is a slice's, and no all-reduce is in it.
-    Where several kernels were timed on the same point, the fastest stands for it.
-    """
-    filters = [("moe_tp_size", "=", tp_size)]
-    filters += [("moe_dtype", "=", dtype)] if dtype else []
-    filters += [("distribution", "=", distribution)] if distribution else []
-    rows = tables.read(_MOE_COLUMNS, filters)
-    rows = rows.rename(columns=_NAMES).assign(us=rows["latency"] * 1e3)
-    rows["ffn_hidden_size"] //= tp_size
-    keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_tokens"]
-    return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
-
-
-def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
-    """Rows whose ``SHAPE`` is this."""
-    return rows[(rows[SHAPE] == np.asarray(shape)).all(axis=1)]
-
-
-def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTable:
-    """The table of a model's layer on so many ranks, from the balanced rows of one dtype.
-
-    Raises:
-        UserError: that was not measured; the line lists the EP sizes of the shape, or all shapes.
-    """
-    wanted = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
-    measured = of_shape(rows, wanted)
-    if ep_size in measured["ep_size"].to_numpy():
-        return tables_of_shape(measured)[ep_size]
-    points = (rows if measured.empty else measured)[[*SHAPE, "ep_size"]].drop_duplicates()
-    known = [
-        f"{shape_words(shape)} (EP {', '.join(map(str, sorted(sizes)))})"
-        for shape, sizes in points.groupby(SHAPE)["ep_size"]
-    ]
-    raise UserError(
-        f"expected experts of a shape and an EP size that were measured, {'; '.join(known) or 'none'};"
-        f" got {shape_words(wanted)}, EP {ep_size}"
-    )
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

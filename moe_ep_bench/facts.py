@@ -99,11 +99,23 @@ class ExchangeFacts(JsonRecord):
     copies: Literal["rank", "node", "pair"]  # what a token has a copy for
     num_nodes: Count
     sms: list[int] = []  # fewest and most of the rows; none = not stated
+    hidden_size: Count | None = None  # of the rows
+    sent_as: str | None = None  # what tokens of the rows are dispatched as; None = as the framework has it
+    dispatch_scale: PositiveFloat = 1.0  # bytes of a token that is sent over those of the row's
+    combine_scale: PositiveFloat = 1.0  # likewise of what comes back
 
     @property
     def words(self) -> str:
         of = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}[self.copies]
         return f"{self.name.rpartition('/')[2]}, one copy per {of}"
+
+
+# How answers say what overlaps.
+OVERLAP_WORDS = {
+    "none": "no overlap",
+    "shared": "shared experts beside dispatch",
+    "two_batch": "two micro-batches that overlap",
+}
 
 
 class ModelExtent(JsonRecord):
@@ -165,6 +177,8 @@ class TimedFacts(ComparisonFacts):
     departures: list[str]  # where the layer is simpler than the model
     links: str | None = None  # the model of what moved between ranks, where nothing did
     exchange: ExchangeFacts | None = None  # in place of all-to-alls
+    dispatch_dtype: str | None = None  # what rows are sent to experts as; None = not said
+    overlap: Literal["none", "shared", "two_batch"] = "none"  # of an exchange and computation, where it is modelled
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated

@@ -51,7 +51,8 @@ OTHER = {
 # which are planned otherwise (test_model_run).
 LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "emulate.rebalance", "figures"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
-LEFT_OUT |= {"emulate.exchange_sms"}  # Only of links by a measured exchange (test_exchanges).
+# Of links by a measured exchange, and of modelled devices (test_exchanges).
+LEFT_OUT |= {"emulate.exchange_sms", "emulate.overlap", "layer.dispatch_dtype"}
 
 
 def write(folder: Path, sweep: Mapping[str, Any]) -> Path:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Links
-from moe_ep_bench.facts import ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.facts import OVERLAP_WORDS, ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
 
 MODE_WORDS = {
     "run": "measured",
@@ -69,13 +69,20 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
     """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
     modelled = [one for one in facts if isinstance(one, TimedFacts) and one.links is not None]
-    sent = dict.fromkeys(_SHORT.get(one.dtype, one.dtype) for one in modelled)
+    sent = dict.fromkeys(_sent_words(one) for one in modelled)
     what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
     if any(map(is_elsewhere, modelled)):
         what = f"{what}, {PARTLY_ELSEWHERE}"
     all_to_all = "NCCL all-to-all, one copy per (token, expert) pair"
     how = dict.fromkeys(all_to_all if one.exchange is None else one.exchange.words for one in modelled)
-    return f"{what}: {' / '.join(sent)}, {' / '.join(how)}, no overlap." if sent else ""
+    overlap = dict.fromkeys(OVERLAP_WORDS[one.overlap] for one in modelled)
+    return f"{what}: {' / '.join(sent)}, {' / '.join(how)}, {' / '.join(overlap)}." if sent else ""
+
+
+def _sent_words(facts: TimedFacts) -> str:
+    """The dtype, and what rows are dispatched as where that was asked for."""
+    words = _SHORT.get(facts.dtype, facts.dtype)
+    return f"{words}, dispatched as {facts.dispatch_dtype}" if facts.dispatch_dtype else words
 
 
 def device_words(run: RunFacts, facts: ComparisonFacts) -> str:

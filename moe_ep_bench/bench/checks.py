@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
+from moe_ep_bench.config import MEASURED, TWO_BATCH, Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
@@ -46,6 +46,8 @@ def check_experiment(experiment: Experiment, backend: str, world_size: int) -> N
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
     allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
     refuse(runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype)
+    sent = "null where ranks are real: they send what the layer computes"
+    refuse(backend == RANKS and layer.dispatch_dtype, "layer.dispatch_dtype", sent, layer.dispatch_dtype)
     gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
     refuse(runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}")
     own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
@@ -70,6 +72,9 @@ def _check_emulated(experiment: Experiment) -> None:
     refuse(experiment.emulate.links is None, "emulate.links", known, "none")
     refuse(launches != 1, "measure.launches", "1, for emulate makes one launch", launches)
     refuse(layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
+    overlap, is_measured = experiment.emulate.overlap, experiment.emulate.device == MEASURED
+    halves = "none or shared where layers are measured, for halves of a batch are modelled (emulate.device)"
+    refuse(overlap == TWO_BATCH and is_measured, "emulate.overlap", halves, overlap)
     stands_in = "any but decode, for emulate stands in for an all-to-all"
     gathers = layer.experts == "decode" and experiment.emulate.device == MEASURED
     refuse(gathers, "layer.experts", stands_in, "decode, to which all tokens are gathered")

@@ -26,7 +26,16 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.config import Experiment, Lossless, RecordedConfig, ReplicationConfig, Rule, SyntheticConfig
+from moe_ep_bench.config import (
+    NO_OVERLAP,
+    TWO_BATCH,
+    Experiment,
+    Lossless,
+    RecordedConfig,
+    ReplicationConfig,
+    Rule,
+    SyntheticConfig,
+)
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.facts import CaseFacts, Role, tokens_words
@@ -157,6 +166,16 @@ class Comparison:
         return self.experiment.layer.ep_size or self.world_size
 
     @property
+    def overlap(self) -> str:
+        """Of an exchange and computation, where links are modelled (``emulate.overlap``)."""
+        return NO_OVERLAP if self.links is None else self.experiment.emulate.overlap
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches that every rank's tokens of a batch are cut into, and routed one by one."""
+        return 2 if self.overlap == TWO_BATCH else 1
+
+    @property
     def ranks_per_node(self) -> int:
         """As the links have it; rank r is on node r // ranks_per_node."""
         return RANKS_PER_NODE if self.links is None else self.links.ranks_per_node
@@ -242,7 +261,10 @@ class Comparison:
             facts |= {"measure": experiment.measure.definition, "world_size": self.world_size}
         if self.links is not None:
             facts["links"] = self.links.model_dump(mode="json")
-            facts["device"] = self.device and self.device.model_dump(mode="json")
+            unseen = {"num_sms"} if self.overlap == NO_OVERLAP else set()
+            facts["device"] = self.device and self.device.model_dump(mode="json", exclude=unseen)
+            if self.overlap != NO_OVERLAP:
+                facts["overlap"] = self.overlap
         return facts
 
     def _workload_definition(self) -> dict[str, Any]:

@@ -19,7 +19,16 @@ from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, TimedFacts, tokens_words
+from moe_ep_bench.facts import (
+    Component,
+    ExchangeFacts,
+    JsonRecord,
+    ModelExtent,
+    Rest,
+    RoutedFacts,
+    TimedFacts,
+    tokens_words,
+)
 from moe_ep_bench.facts import Workload as WorkloadFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
@@ -121,8 +130,9 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
         facts |= {"links": comparison.links.describe(), "fit": fit_of(comparison)}
         if (exchange := comparison.links.exchange) is not None:
             sms = sorted({*exchange.dispatch_sms, *exchange.combine_sms})
-            own = exchange.model_dump(include={"name", "measured_by", "copies", "num_nodes"})
+            own = exchange.model_dump(include=set(ExchangeFacts.model_fields) - {"sms"})
             facts["exchange"] = {**own, "sms": sms[:1] + sms[-1:]}
+        facts |= {"overlap": comparison.overlap, "dispatch_dtype": experiment.layer.dispatch_dtype}
     if comparison.backend == MODELLED:
         facts["device"] = device_words(comparison)
         if comparison.scope == "layer":

@@ -362,7 +362,8 @@ class SmallLayers:
             [of_rank.unsqueeze(1) for of_rank in hidden],
             lambda rank: router.enter(self._virtual.stack, {None: shares[rank]}),
         )
-        weights_TE = torch.cat([router.route(share, traffic.stats_SE).weights_TE for share in shares])
+        stats_MSE = None if traffic.stats_SE is None else traffic.stats_SE[None]
+        weights_TE = torch.cat([router.route(share, stats_MSE).weights_TE for share in shares])
         return reference.worst_error(torch.cat(outputs)[:, 0], weights_TE)
 
     def _make_input(self, sizes: tuple[int, ...]) -> tuple[list[Tensor], DenseReference]:

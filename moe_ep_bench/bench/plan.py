@@ -132,10 +132,14 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
         assert emulate.links is not None
         ep_size = asked.ep_size or world_size
         with naming("emulate.links"):
-            of_layer = experiment.model.spec(), ep_size, asked.dtype, emulate.exchange_sms
+            of_layer = experiment.model.spec(), ep_size, asked.dtype, emulate.exchange_sms, asked.dispatch_dtype
             links = load_links_of_layer(emulate.links, *of_layer).scaled(emulate.bandwidth_scale)
         with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
+            if links.exchange is not None:
+                checks.refuse(
+                    links.exchange.num_ranks != ep_size, "exchange.num_ranks", ep_size, links.exchange.num_ranks
+                )
         if emulate.device != MEASURED:
             backend = MODELLED
             with naming("emulate.device"):

@@ -56,6 +56,7 @@ class Share:
 
     Attributes:
         rank: of all ranks: random policies draw by it.
+        number: of the micro-batch, of those that a rank's tokens are cut into.
         context: facts of the tokens, but for randomness; a policy sees ``CaseRouter.context``.
         drawn_TE: float32 [T, E], the workload's scores.
         score_function: by which the layer makes scores of its logits; None where no layer is asked.
@@ -67,6 +68,23 @@ class Share:
     context: RoutingContext
     drawn_TE: Tensor
     score_function: str | None = None
+    number: int = 0
+
+    def parts(self, num_parts: int) -> list[Share]:
+        """The tokens in so many micro-batches, in order, as even as can be."""
+        if num_parts == 1:
+            return [self]
+        of_tokens = {name: getattr(self.context, name) for name in ("token_mask_T", "request_id_T", "modality_T")}
+        cut = {name: value.tensor_split(num_parts) for name, value in of_tokens.items() if value is not None}
+        return [
+            replace(
+                self,
+                number=number,
+                drawn_TE=drawn_TE,
+                context=replace(self.context, **{name: values[number] for name, values in cut.items()}),
+            )
+            for number, drawn_TE in enumerate(self.drawn_TE.tensor_split(num_parts))
+        ]
 
     @property
     def num_tokens(self) -> int:
@@ -237,11 +255,32 @@ class Slots:
         """Whether every expert has the slot of its own number alone."""
         return np.array_equal(self.expert_P, np.arange(len(self.turns_E)))
 
-    def counts(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> tuple[NDArray[np.int64], ...]:
-        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R] and to each node [N]."""
-        of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank]
+    def counts(
+        self,
+        map_TE: Tensor,
+        rank: int,
+        ranks_per_node: int = RANKS_PER_NODE,
+        before_E: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.int64], ...]:
+        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R] and to each node [N].
+
+        Args:
+            before_E: pairs of each expert ahead of these; None = of the ranks before.
+        """
+        of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank] if before_E is None else before_E
         sizes = len(self.expert_P), self.num_ranks, ranks_per_node
         return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, *sizes)
+
+    def parts(self, map_TE: Tensor, rank: int, ranks_per_node: int, num_parts: int) -> list[dict[str, Any]]:
+        """Of a rank's micro-batches, by ``metrics``' names, what each sends."""
+        rows, before_E = [], self.before_RE[rank]
+        for map_PE in map_TE.tensor_split(num_parts):
+            counts = self.counts(map_PE, rank, ranks_per_node, before_E)
+            rows.append(
+                {"num_tokens": len(map_PE), **dict(zip(("slot_load_P", "copies_R", "copies_N"), counts, strict=True))}
+            )
+            before_E = before_E + map_PE.sum(dim=0).cpu().numpy()
+        return rows
 
     def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
         """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
@@ -296,18 +335,25 @@ class CaseRouter:
 
     def context(self, share: Share) -> RoutingContext:
         """What the rule knows of a rank's tokens of a batch, its randomness at its start."""
-        place = () if share.layer is None else (share.layer,)
+        place = [key for key in (share.layer, share.number or None) if key is not None]
         device, load_E = share.context.request_id_T.device, self.carried(share.layer, share.batch, share.rank)
         draws = seeded_generator(device, self.batches.seed, DRAWS, share.batch, share.rank, *place)
         return replace(self.case.told(share.context), generator=draws, load_E=load_E)
 
-    def route(self, share: Share, stats_SE: Tensor | None) -> Routing:
-        """The case's routing of a rank's tokens, over experts."""
-        return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share), stats_SE)
+    def route(self, share: Share, stats_MSE: Tensor | None) -> Routing:
+        """The case's routing of a rank's tokens, over experts: of each micro-batch (M) by itself."""
+        form, parts = form_of(self.rule, share.scores_TE.device), share.parts(self.batches.comparison.num_parts)
+        stats = [None] * len(parts) if stats_MSE is None else stats_MSE
+        routed = [form.route(part.scores_TE, self.context(part), of) for part, of in zip(parts, stats, strict=True)]
+        if len(routed) == 1:
+            return routed[0]
+        return Routing(torch.cat([one.map_TE for one in routed]), torch.cat([one.weights_TE for one in routed]))
 
     def stats_of(self, share: Share) -> Tensor | None:
-        """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
-        return form_of(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share))
+        """Of a batch-wide policy what is summed over ranks, float64 [M, S, E]."""
+        form, parts = form_of(self.rule, share.scores_TE.device), share.parts(self.batches.comparison.num_parts)
+        stats = [form.batch_stats(part.scores_TE, self.context(part)) for part in parts]
+        return None if stats[0] is None else torch.stack(stats)
 
     def enter(self, stack: Stack, shares: Mapping[int | None, Share]) -> None:
         """Put the case's routing of a rank's tokens of a batch into the MoE layers of ``stack``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,6 +41,7 @@ class LayerTraffic:
         rows_R: of each rank's tokens a row of the table ``routing`` (``case_metrics``).
         moves_shared: pairs that a token's shared experts are worth, where their tokens go to ranks with few pairs.
         frontier: a row of the table ``frontier``; None where dropping has none (``_frontier_row``).
+        parts: of each micro-batch the same, where tokens are cut into some; balancers have acted on all together.
     """
 
     num_tokens_R: list[int]
@@ -49,11 +50,12 @@ class LayerTraffic:
     rows_R: list[Row]
     moves_shared: float | None = None
     frontier: Row | None = None
+    parts: list[LayerTraffic] = field(default_factory=list)
 
     @cached_property
     def counts_RP(self) -> NDArray[np.int64]:  # noqa: N802
         """Pairs that the tokens of each rank send to each slot."""
-        return np.stack([row.get("slot_load_P", row["load_E"]) for row in self.rows_R])
+        return np.stack([row["slot_load_P" if "slot_load_P" in row else "load_E"] for row in self.rows_R])
 
     @cached_property
     def _counts_RRL(self) -> NDArray[np.int64]:  # noqa: N802
@@ -91,11 +93,22 @@ class Traffic:
 
     Attributes:
         lengths_R: of each rank, the tokens of each of its sequences; None where no attention depends on them.
+        number: of the micro-batch, where it is one.
     """
 
     index: int
     layers: Mapping[int | None, LayerTraffic]
     lengths_R: list[tuple[int, ...]] | None = None
+    number: int = 0
+
+    def parts(self, num_parts: int) -> list[Traffic]:
+        """Its micro-batches."""
+        if num_parts == 1:
+            return [self]
+        return [
+            replace(self, number=number, layers={layer: of.parts[number] for layer, of in self.layers.items()})
+            for number in range(num_parts)
+        ]
 
 
 Routed = list[tuple[CaseRouter, Traffic]]
@@ -150,29 +163,43 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
     for router in routers:
         router.carried(layer, index, 0)  # worked out before threads ask for it
     stats = _statistics(batches, layer, index, routers)
-    per_node = comparison.ranks_per_node
+    per_node, num_parts = comparison.ranks_per_node, comparison.num_parts
     is_sorted = comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
 
-    def routed(of_rank: Share) -> tuple[int, list[Row], tuple[Tensor, Tensor] | None]:
-        """Tokens, of every case a row of metrics, and scores and experts of the top-k pairs."""
-        rows = []
+    def routed(of_rank: Share) -> tuple[int, list[Row], list[list[Row]], tuple[Tensor, Tensor] | None]:
+        """Tokens, of every case a row of metrics and what its micro-batches send, and the top-k pairs."""
+        rows, parts = [], []
         for router, placed in zip(routers, slots, strict=True):
             share = of_rank.of(router.case)
             routing = router.route(share, stats.get(router))
             rows.append(case_metrics(router.case, routing, share, per_node))
             if not placed.is_contiguous:
                 rows[-1] |= placed.metrics(routing.map_TE, share.rank, per_node)
+            parts.append(placed.parts(routing.map_TE, share.rank, per_node, num_parts) if num_parts > 1 else [])
         pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
-        return of_rank.num_tokens, rows, pairs
+        return of_rank.num_tokens, rows, parts, pairs
 
-    num_tokens_R, rows_RV, pairs_R = zip(*batches.of_ranks(routed, layer, index), strict=True)
+    num_tokens_R, rows_RV, parts_RV, pairs_R = zip(*batches.of_ranks(routed, layer, index), strict=True)
     rank_E = torch.arange(model.num_experts) // (model.num_experts // comparison.ep_size)
     frontier = Frontier.of(pairs_R, rank_E) if is_sorted else None
     traffic = []
-    for router, placed, rows_R in zip(routers, slots, zip(*rows_RV, strict=True), strict=True):
+    by_case = zip(routers, slots, zip(*rows_RV, strict=True), zip(*parts_RV, strict=True), strict=True)
+    for router, placed, rows_R, parts_R in by_case:
         fills = isinstance(router.case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
-        of_case = LayerTraffic(list(num_tokens_R), placed, stats.get(router), list(rows_R), per_token)
+        stats_MSE = stats.get(router)
+        whole_SE = None if stats_MSE is None else stats_MSE.sum(dim=0)
+        of_case = LayerTraffic(list(num_tokens_R), placed, whole_SE, list(rows_R), per_token)
+        for number, part_R in enumerate(zip(*parts_R, strict=True)):
+            of_case.parts.append(
+                LayerTraffic(
+                    [row["num_tokens"] for row in part_R],
+                    placed if number == 0 else replace(placed, moved_bytes_RR=None),  # Weights move once.
+                    None if stats_MSE is None else stats_MSE[number],
+                    list(part_R),
+                    per_token,
+                )
+            )
         traffic.append(replace(of_case, frontier=_frontier_row(frontier, index, router.case, of_case)))
     return traffic
 
@@ -180,7 +207,7 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
 def _statistics(
     batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]
 ) -> dict[CaseRouter, Tensor]:
-    """What each batch-wide policy's statistics sum up to over all ranks: float64 [S, E]."""
+    """What each batch-wide policy's statistics sum up to over all ranks: float64 [M, S, E], by micro-batch."""
     with torch.inference_mode():
         first = batches.share(layer, index, 0)
         wide = [router for router in routers if router.stats_of(first.of(router.case)) is not None]

@@ -6,7 +6,8 @@ few tokens are held against the dense reference (``measured_ranks.SmallLayers``)
 For each batch all ranks' routing is worked out first, outside of any layer (``traffic``). Then every rank's run is
 timed (``measured_ranks``), all cases moments apart and in an order that changes as in ``run``, or modelled. Each rank's
 times are put together over iterations, and ranks are then set side by side with their meetings
-(``cost_model.timeline``), where what moves is modelled (``links``) from each layer's own bytes.
+(``cost_model.timeline``), where what moves is modelled (``links``) from each layer's own bytes. With two batches that
+overlap, each micro-batch is modelled by itself.
 
 Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 """
@@ -26,10 +27,12 @@ from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, Routed, RoutedBatches, Traffic
-from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.config import NO_OVERLAP
+from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
-from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
+from moe_ep_bench.cost_model.timeline import Chain, RankTime, compose, compose_alike, legs_of, median_legs
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.machine.monitor import watched_machine
@@ -40,6 +43,8 @@ from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
 
 # Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
 _WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
+# Multiprocessors that an exchange holds where nobody says: as DeepSeek-V3 gives it (arXiv 2412.19437, section 3.2.2).
+HELD_SMS = 20
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
@@ -94,11 +99,13 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
         "alone": comparison.ep_size == 1,
         "dtype": dtype,
-        "solving_us": (router.case.replication and router.case.replication.solving_us) or 0.0,
+        "solving_us": 0.0
+        if traffic.number
+        else (router.case.replication and router.case.replication.solving_us) or 0.0,
     }
     if traffic.lengths_R is None:
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
-    work = PassWork(traffic.lengths_R[rank], comparison.context_length, layers)
+    work = PassWork(traffic.lengths_R[rank], comparison.context_length, layers, comparison.num_parts)
     return RankTime(*legs_of(pass_segments(device, model, comparison.num_layers, work, **how)))
 
 
@@ -127,11 +134,12 @@ def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDA
     """
     links, precision = comparison.links, PRECISIONS[comparison.experiment.layer.dtype]
     assert links is not None
-    width = comparison.model.expert_hidden_size
+    width, sent_as = comparison.model.expert_hidden_size, comparison.experiment.layer.dispatch_dtype
+    sent_bytes = SENT_BYTES[sent_as] if sent_as else precision.sent_bytes
     dispatch_us, weights_us, combine_us = (
         links.all_to_all_us(sent_RR * num_bytes)
         for sent_RR, num_bytes in (
-            (rows_RR, width * precision.sent_bytes),
+            (rows_RR, width * sent_bytes),
             (rows_RR, _WEIGHT_BYTES),
             (rows_RR.T, width * precision.hidden_bytes),
         )
@@ -202,8 +210,14 @@ class Emulation:
         """
         for index in range(self.num_batches):
             routed = self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
-            for (router, traffic), times_R in zip(routed, times(routed, self.begin), strict=True):
-                self._store(router, times_R, traffic)
+            parts = [traffic.parts(self.comparison.num_parts) for _, traffic in routed]
+            routed_parts = [
+                [(router, part) for (router, _), part in zip(routed, of_number, strict=True)]
+                for of_number in zip(*parts, strict=True)
+            ]
+            times_of_parts = [times(of_part, self.begin) for of_part in routed_parts]
+            for (router, _), traffic_M, times_MR in zip(routed, parts, zip(*times_of_parts, strict=True), strict=True):
+                self._store(router, times_MR, traffic_M)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches on the device that is here; return the conditions under which that was done."""
@@ -237,38 +251,72 @@ class Emulation:
 
     # ---- ranks side by side ------------------------------------------------------------------------------------------
 
-    def _store(self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
-        """Set a case's ranks side by side, behind links."""
-        legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        link_us = {
-            phase_key(layer, phase): time_us
-            for layer, of_layer in traffic.layers.items()
-            for phase, time_us in self._link_us(of_layer).items()
-        }
-        for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
-            runs = times_R[rank]
+    def _store(
+        self, router: CaseRouter, times_MR: Sequence[Sequence[Sequence[RankTime]]], traffic: list[Traffic]
+    ) -> None:
+        """Set a case's ranks side by side, behind links: the chain of every micro-batch (M)."""
+        chains = [self._chain(times_R, part) for times_R, part in zip(times_MR, traffic, strict=True)]
+        if self.comparison.overlap != NO_OVERLAP:
+            chains = [chain.with_shared_beside() for chain in chains]
+        is_one_of_many = len(chains) > 1 and self.comparison.scope == "layer"
+        for rank, phases in enumerate((compose_alike if is_one_of_many else compose)(chains)):
+            runs = times_MR[0][rank]
             beside = {name: float(np.median([run.beside[name] for run in runs])) for name in runs[0].beside}
             for name, value in {**phases, **beside}.items():
-                self.samples[router.case.case_id][rank, traffic.index, self.columns.index(name)] = value
+                self.samples[router.case.case_id][rank, traffic[0].index, self.columns.index(name)] = value
 
-    def _link_us(self, traffic: LayerTraffic) -> dict[PhaseKey, NDArray[np.float64]]:
-        """What each meeting of a layer takes on the modelled links, [R] microseconds."""
+    def _chain(self, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> Chain:
+        legs_R, link_us, held = [median_legs([run.legs for run in runs]) for runs in times_R], {}, {}
+        for layer, of_layer in traffic.layers.items():
+            for phase, (time_us, share) in self._link_us(of_layer).items():
+                link_us[phase_key(layer, phase)], held[phase_key(layer, phase)] = time_us, share
+        return Chain(legs_R, times_R[0][0].meetings, link_us, held)
+
+    def _link_us(self, traffic: LayerTraffic) -> dict[PhaseKey, tuple[NDArray[np.float64], float]]:
+        """What each meeting of a layer takes on the modelled links, [R] microseconds, and its ``held_share``."""
         links, num_ranks = self.comparison.links, self.num_ranks
         assert links is not None
+        sms: tuple[int | None, int | None] = (None, None)
         if links.exchange is None:
             dispatch_us, combine_us = exchange_us(self.comparison, sent_copies(traffic, "pair", 1))
         else:
-            copies, num_nodes = links.exchange.copies, links.exchange.num_nodes
-            dispatch_us, combine_us = links.exchange.times_us(sent_copies(traffic, copies, num_nodes))
+            sent_RX = sent_copies(traffic, links.exchange.copies, links.exchange.num_nodes)
+            dispatch_us, combine_us = links.exchange.times_us(sent_RX)
+            sms = links.exchange.held_sms(sent_RX)
         if traffic.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
             dispatch_us = dispatch_us + links.all_to_all_us(traffic.slots.moved_bytes_RR)
         stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * _STATISTIC_BYTES
         # A measured exchange tells ranks its counts by itself.
         count_bytes = traffic.counts_RP.shape[1] * _COUNT_BYTES
         gathered_us = 0.0 if links.exchange is not None else links.all_gather_us(count_bytes, num_ranks)
+        held_dispatch, held_combine = (held_share(self.comparison, of_phase) for of_phase in sms)
         return {
-            "wait_policy": np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)),
-            "wait_metadata": np.full(num_ranks, gathered_us),
-            "wait_dispatch": dispatch_us,
-            "wait_combine": combine_us,
+            "wait_policy": (np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)), 0.0),
+            "wait_metadata": (np.full(num_ranks, gathered_us), 0.0),
+            "wait_dispatch": (dispatch_us, held_dispatch),
+            "wait_combine": (combine_us, held_combine),
         }
+
+
+def held_share(comparison: Comparison, sms: int | None) -> float:
+    """The share of a modelled device's multiprocessors that an exchange holds, where anything is beside it.
+
+    Those that its rows state; of others none where pairs are sent, for DeepEP's low-latency kernels receive by a hook,
+    else ``HELD_SMS`` (assumed).
+
+    Raises:
+        UserError: the device does not state how many it has, or has no more.
+    """
+    device, links = comparison.device, comparison.links
+    if comparison.overlap == NO_OVERLAP or device is None or links is None:
+        return 0.0
+    if sms is None:
+        sms = 0 if links.exchange is not None and links.exchange.copies == "pair" else HELD_SMS
+    if not sms:
+        return 0.0
+    if device.num_sms is None or device.num_sms <= sms:
+        expected = f"more than the {sms} multiprocessors that an exchange holds"
+        raise UserError(
+            f"devices/{device.name}: num_sms: expected {expected}, with emulate.overlap; got {device.num_sms}"
+        )
+    return sms / device.num_sms

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, Private
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.config.conditions import parsed
-from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
 from moe_ep_bench.errors import UserError, check_known, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
@@ -247,6 +247,8 @@ class RecordedConfig(_Workload):
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] = "bfloat16"
     """Type of weights and activations; below 16 bits of experts alone, by a table."""
+    dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
+    """What ``emulate`` sends rows to experts as; null = as dtype has them. They come back in bfloat16."""
     ep_size: int | None = Field(None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
@@ -428,6 +430,8 @@ class FigureConfig(Strict):
 
 # ``emulate.device``: this machine's own.
 MEASURED = "measured"
+# ``emulate.overlap`` of an exchange and computation.
+NO_OVERLAP, TWO_BATCH = "none", "two_batch"
 
 
 class EmulateConfig(Strict):
@@ -438,6 +442,9 @@ class EmulateConfig(Strict):
     ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     exchange_sms: int | None = Field(None, ge=1)
     """Streaming multiprocessors that such an exchange holds; null = the fastest row."""
+    overlap: Literal["none", "shared", "two_batch"] = NO_OVERLAP
+    """``shared``: shared experts beside dispatch; ``two_batch``: also the exchange of each half of a batch beside the
+    other half's computation, on modelled devices."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED

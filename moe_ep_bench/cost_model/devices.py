@@ -54,6 +54,8 @@ PRECISIONS = {
     "w4a8_mxfp4_mxfp8": Precision(0.5 + 1 / 32, 1 + 1 / 32, speed=2),
     "nvfp4": Precision(0.5 + 1 / 16, 0.5 + 1 / 16, speed=4),
 }
+# ``layer.dispatch_dtype``: bytes of a value of hidden states on their way to experts, scales included.
+SENT_BYTES = {"bfloat16": 2.0, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
 
@@ -78,6 +80,8 @@ class Device(Preset):
     """Memory bandwidth of the data sheet, 1e12 bytes per second."""
     memory_gb: PositiveFloat
     """Size of the memory, 1e9 bytes."""
+    num_sms: int | None = Field(None, ge=1)
+    """Streaming multiprocessors, of which an exchange may hold some; None = not stated."""
     arithmetic_efficiency: Curve
     """(rows, share of the arithmetic) with rising rows; its ends hold beyond it."""
     arithmetic_basis: Basis

@@ -12,6 +12,8 @@ received, whichever are more:
 
     T' = max over ranks of max(sent, received) / c
 
+Tokens of other sizes than the row's count by their bytes: dispatch at T' x b / b of the row, combine likewise.
+
 c is what uniform routing has for each token of a rank. A token reaches a given one of R ranks with the probability
 p(R) = 1 - C(E - E / R, K) / C(E, K): c = R p(R) by ranks, (N - 1) p(N) by nodes and K by pairs. A node's ranks share
 the copies that it receives. Between rows time is interpolated over logarithms of tokens and time; beyond the last it
@@ -27,9 +29,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.curve import Curve
-from moe_ep_bench.presets import Strict
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.presets import MOST, Strict
 
 Copies = Literal["rank", "node", "pair"]
 _OF: dict[Copies, str] = {"rank": "rank", "node": "other node", "pair": "expert"}
@@ -44,29 +48,52 @@ class Exchange(Strict):
     """What was measured and by whom."""
     copies: Copies
     """What a token has a copy for."""
-    num_ranks: int
-    num_nodes: int
-    num_experts: int
-    top_k: int
+    num_ranks: int = Field(ge=1, le=MOST)
+    num_nodes: int = Field(ge=1, le=MOST)
+    num_experts: int = Field(ge=1, le=MOST)
+    top_k: int = Field(ge=1, le=MOST)
     """Those of the rows, from which the copies of uniform routing follow."""
-    hidden_size: int
+    hidden_size: int = Field(ge=1, le=MOST)
     sent_as: str | None = None
-    """What a token is dispatched as; None = as the framework has it."""
+    """What a token of the rows is dispatched as; None = as the framework has it."""
     dispatch: Curve
     combine: Curve
     dispatch_sms: tuple[int, ...] = ()
     """Streaming multiprocessors of each point's row, ascending in tokens; () = not stated."""
     combine_sms: tuple[int, ...] = ()
+    dispatch_scale: PositiveFloat = 1.0
+    """Bytes of a token that is sent over those of the row's."""
+    combine_scale: PositiveFloat = 1.0
+    """Likewise of what comes back."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Exchange:
+        if self.num_ranks % self.num_nodes:
+            raise UserError(f"num_ranks: expected a multiple of the {self.num_nodes} nodes, got {self.num_ranks}")
+        if self.copies == "node" and self.num_nodes == 1:
+            raise UserError("copies: expected rank or pair on one node, got node")
+        if self.top_k > self.num_experts:
+            raise UserError(f"top_k: expected at most the {self.num_experts} experts, got {self.top_k}")
+        for phase in ("dispatch", "combine"):
+            sms, points = getattr(self, f"{phase}_sms"), getattr(self, phase).root
+            if len(sms) not in (0, len(points)):
+                raise UserError(f"{phase}_sms: expected one for each of {len(points)} points, got {len(sms)}")
+        return self
 
     @property
     def words(self) -> str:
         """Which rows they are, and what becomes of them: to stand beside a number."""
         known = sorted({*self.dispatch_sms, *self.combine_sms})
         sms = f", {known[0]} to {known[-1]} SMs" if len(known) > 1 else f", {known[0]} SMs" if known else ""
+        sent = f", sent as {self.sent_as}" if self.sent_as else ""
+        scales = {"dispatch": self.dispatch_scale, "combine": self.combine_scale}
+        scaled = "".join(
+            f"; {phase} x {scale:.3g} by bytes (modelled)" for phase, scale in scales.items() if scale != 1
+        )
         return (
             f"dispatch and combine of {self.name}, {self.num_nodes} node{'s' * (self.num_nodes > 1)}, hidden size"
-            f" {self.hidden_size}, top-{self.top_k} of {self.num_experts}{sms}; scaled by the fullest rank's copies of"
-            f" tokens, one for each {_OF[self.copies]} (modelled)"
+            f" {self.hidden_size}, top-{self.top_k} of {self.num_experts}{sent}{sms}; scaled by the fullest rank's"
+            f" copies of tokens, one for each {_OF[self.copies]} (modelled){scaled}"
         )
 
     @property
@@ -98,7 +125,20 @@ class Exchange(Strict):
         num_tokens, num_ranks = self.tokens(copies_RX), len(np.asarray(copies_RX))
         if not num_tokens:
             return np.zeros(num_ranks), np.zeros(num_ranks)
-        return tuple(np.full(num_ranks, float(curve.at(num_tokens))) for curve in (self.dispatch, self.combine))
+        curves = (self.dispatch, num_tokens * self.dispatch_scale), (self.combine, num_tokens * self.combine_scale)
+        return tuple(np.full(num_ranks, float(curve.at(size))) for curve, size in curves)
+
+    def held_sms(self, copies_RX: ArrayLike) -> tuple[int | None, int | None]:
+        """Streaming multiprocessors that dispatch and combine hold: the nearest row's; None = the rows do not say."""
+        size = max(self.tokens(copies_RX), 1.0)
+        rows = (
+            (self.dispatch, self.dispatch_sms, self.dispatch_scale),
+            (self.combine, self.combine_sms, self.combine_scale),
+        )
+        return tuple(
+            sms[int(np.abs(np.log(np.array(curve.root)[:, 0] / (size * scale))).argmin())] if sms else None
+            for curve, sms, scale in rows
+        )
 
 
 def reached(num_experts: int, top_k: int, num_parts: int) -> float:

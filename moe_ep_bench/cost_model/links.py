@@ -130,6 +130,10 @@ class Links(Preset):
             raise UserError(f"intra: expected a link with ranks_per_node={self.ranks_per_node}, got null")
         if self.intra is None and self.inter is None:
             raise UserError("inter: expected a link where intra is null, got null")
+        if (exchange := self.exchange) is not None and exchange.num_nodes > 1:
+            of_node = exchange.num_ranks // exchange.num_nodes
+            if of_node != self.ranks_per_node:
+                raise UserError(f"exchange: expected {self.ranks_per_node} ranks on each node, got {of_node}")
         return self
 
     def scaled(self, factor: float) -> Links:

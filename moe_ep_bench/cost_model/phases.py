@@ -174,11 +174,13 @@ class PassWork:
         lengths: tokens of each prompt; at decode each token is a request's.
         context_length: C, tokens of each request in the cache; 0 at prefill.
         layers: by MoE layer that is built, what the rank does there.
+        num_parts: micro-batches that the tokens are cut into, of which this is one; they attend alike.
     """
 
     lengths: tuple[int, ...]
     context_length: int = 0
     layers: Mapping[int, RankWork] = field(default_factory=dict)
+    num_parts: int = 1
 
 
 def pass_segments(
@@ -236,11 +238,11 @@ class _Outside(NamedTuple):
 
 
 def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
-    T, D, b = sum(work.lengths), model.hidden_size, PRECISIONS[dtype].hidden_bytes
+    T, D, b = sum(work.lengths) / work.num_parts, model.hidden_size, PRECISIONS[dtype].hidden_bytes
     assert model.attention is not None
     assert model.vocab_size is not None
 
-    def gemm_us(rows: int, takes: int, gives: int, heads: int = 1) -> float:
+    def gemm_us(rows: float, takes: int, gives: int, heads: int = 1) -> float:
         """Of ``heads`` GEMMs at once."""
         num_bytes = heads * b * (takes * gives + rows * (takes + gives))
         return device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows) if rows else 0.0
@@ -252,7 +254,7 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
     form = model.attention.form(D, decodes=decodes)
     # Tokens whose keys and values are read, the new ones included, and pairs of tokens that attend.
     cached = T * (work.context_length + 1)
-    pairs = cached if decodes else sum(length**2 / 2 for length in work.lengths)
+    pairs = cached if decodes else sum(length**2 / 2 for length in work.lengths) / work.num_parts
     core_bytes = b * (T * (form.queries + form.output) + cached * (form.keys + form.values))
     attention_us = (
         sum(gemm_us(T, *sizes) for sizes in form.projections)
@@ -266,5 +268,5 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
         layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
         attention=attention_us,
         dense=device.work_us(*ffn_work(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, b)),
-        output=gemm_us(T if decodes else len(work.lengths), D, model.vocab_size),
+        output=gemm_us(T if decodes else len(work.lengths) / work.num_parts, D, model.vocab_size),
     )

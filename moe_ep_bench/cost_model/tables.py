@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moe_ep_bench.cost_model.curve import Curve
+from moe_ep_bench.cost_model.devices import SENT_BYTES
 from moe_ep_bench.cost_model.exchanges import Copies, Exchange
 from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Link, Links
 from moe_ep_bench.errors import UserError, brief, did_you_mean
@@ -36,8 +37,8 @@ if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of
 PACKAGE, EXTRA, PREFIX = "aiconfigurator-core", "moe-ep-bench[tables]", "table:"
 MOE, NCCL = "moe_perf.parquet", "nccl_perf.parquet"
 A2A, NORMAL, LOW_LATENCY = "moe_a2a_perf.parquet", "wideep_deepep_normal_perf.parquet", "wideep_deepep_ll_perf.parquet"
-# Exchanges by framework and name: the file, and what a token has a copy for inside a node. SGLang's rows dispatch FP8
-# and combine bfloat16; of DeepEP's second version (v2) it is assumed that copies are of ranks.
+# Exchanges by framework and name: the file, and what a token has a copy for inside a node. Of DeepEP's second version
+# (v2) it is assumed that copies are of ranks.
 BACKENDS: dict[str, dict[str, tuple[str, Copies]]] = {
     "sglang": {"deepep_normal": (NORMAL, "rank"), "deepep_ll": (LOW_LATENCY, "pair")},
     "trtllm": {"trtllm_deepep_ht": (A2A, "rank"), "trtllm_deepep_ll": (A2A, "pair")},
@@ -48,8 +49,12 @@ BACKENDS: dict[str, dict[str, tuple[str, Copies]]] = {
         "deepep_v2_generation": (A2A, "rank"),
     },
 }
-# What a token is sent as, by ``layer.dtype``: as rows of ``A2A`` name it where they name any.
-_SENT = {"float32": "bfloat16", "bfloat16": "bfloat16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4"}
+# What a token is sent as, by ``layer.dtype``; a key of ``SENT_BYTES``. All else comes and goes in bfloat16.
+_SENT = {"fp8": "fp8", "fp8_block": "fp8", "w4a8_mxfp4_mxfp8": "fp8", "nvfp4": "nvfp4"}
+# Rows of SGLang do not name it: they dispatch FP8 (its collector).
+_SENT_BY = {"sglang": "fp8"}
+# A hidden size that was not measured takes the nearest one's rows, by bytes, up to so many times.
+_NEAR = 2.0
 # GPUs of a node, and the links of data/links/ that carry all but the exchange, inside a node and beyond it.
 _GPUS = {"gb200": 4, "gb300": 4}
 _OTHER_LINKS = {
@@ -190,13 +195,16 @@ class Tables(NamedTuple):
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def load_links_of_layer(name: str, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None) -> Links:
+def load_links_of_layer(
+    name: str, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None, dispatch_dtype: str | None = None
+) -> Links:
     """``load_links`` for one layer: those of an exchange with the rows of its shape.
 
     Args:
         num_ranks: of the EP group.
-        dtype: ``layer.dtype``, which tokens are sent as.
+        dtype: ``layer.dtype``, which says what tokens are sent as where ``dispatch_dtype`` does not.
         sms: streaming multiprocessors that the exchange holds; None = the fastest row of each size.
+        dispatch_dtype: ``layer.dispatch_dtype``, of ``SENT_BYTES``.
 
     Raises:
         UserError: also what was not measured, with a list of what was.
@@ -208,20 +216,25 @@ def load_links_of_layer(name: str, model: ModelSpec, num_ranks: int, dtype: str,
     per_node = _GPUS.get(tables.system, 8)
     others = _OTHER_LINKS.get(tables.system, _HOPPER_LINKS)
     links = Links.named(others[-1] if num_ranks > per_node else others[0])
-    exchange = read_exchange(tables, model, num_ranks, dtype, sms)
+    sent = dispatch_dtype or _SENT.get(dtype, "bfloat16")
+    exchange = read_exchange(tables, model, num_ranks, sent, sms)
     return links.model_copy(update={"exchange": exchange, "ranks_per_node": min(per_node, links.ranks_per_node)})
 
 
-def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None) -> Exchange:
-    """The rows of an exchange for a model's layer: its hidden size and ranks, and the nearest top-k and experts.
+def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, sent: str, sms: int | None = None) -> Exchange:
+    """The rows of an exchange for a model's layer: its ranks, and the nearest hidden size, dtype, top-k and experts.
 
-    Which top-k and how many experts the rows had enters by the copies that uniform routing gives them.
+    Which top-k and how many experts the rows had enters by the copies that uniform routing gives them; another hidden
+    size or dtype by the bytes of a token.
+
+    Args:
+        sent: what tokens are dispatched as, of ``SENT_BYTES``.
 
     Raises:
-        UserError: no rows of this hidden size, number of ranks, dtype or SMs; the line lists what there is.
+        UserError: no rows of this number of ranks or SMs, or of a hidden size near this one; the line lists what there
+            is.
     """
-    rows, source = exchange_rows(tables), tables.name
-    sent = _SENT.get(dtype, "bfloat16")
+    rows, source, hidden = exchange_rows(tables), tables.name, model.expert_hidden_size
 
     def keep(what: str, column: str, value: Any) -> pd.DataFrame:
         there = sorted(rows[column].unique().tolist())
@@ -229,15 +242,21 @@ def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, dtype: str, 
             raise UserError(f"{source}: expected {what} of {', '.join(map(str, there))}; got {value}")
         return rows[rows[column] == value]
 
+    def nearest(column: str, value: int) -> int:
+        there = rows[column].unique()
+        return int(there[np.abs(np.log(there / value)).argmin()])
+
     rows = keep("layer.ep_size", "num_ranks", num_ranks)
-    rows = keep("a hidden size", "hidden_size", model.expert_hidden_size)
-    if set(rows["dtype"]) != {""}:
-        rows = keep("tokens sent", "dtype", sent)
+    if max(hidden / (near := nearest("hidden_size", hidden)), near / hidden) > _NEAR:
+        keep("a hidden size, or one near it,", "hidden_size", hidden)
+    rows = rows[rows["hidden_size"] == near]
+    known = [dtype for dtype in rows["dtype"].unique() if dtype in SENT_BYTES]
+    row_sent = min(known, key=lambda dtype: (dtype != sent, abs(SENT_BYTES[dtype] - SENT_BYTES[sent]))) if known else ""
+    rows = rows[rows["dtype"] == row_sent]
     if sms is not None:
         rows = keep("exchange_sms", "sms", sms)
     for column, value in (("top_k", model.top_k), ("num_experts", model.num_experts)):
-        there = rows[column].unique()
-        rows = rows[rows[column] == there[np.abs(np.log(there / value)).argmin()]]
+        rows = rows[rows[column] == nearest(column, value)]
     best = rows.loc[rows.groupby(["phase", "num_tokens"])["us"].idxmin()].sort_values("num_tokens")
     phases = {phase: best[best["phase"] == phase] for phase in ("dispatch", "combine")}
     copies = BACKENDS[tables.framework][tables.backend][1]
@@ -250,8 +269,10 @@ def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, dtype: str, 
         num_nodes=num_nodes,
         num_experts=int(best["num_experts"].iloc[0]),
         top_k=int(best["top_k"].iloc[0]),
-        hidden_size=model.expert_hidden_size,
-        sent_as=str(best["dtype"].iloc[0]) or None,
+        hidden_size=near,
+        sent_as=row_sent or None,
+        dispatch_scale=hidden / near * (SENT_BYTES[sent] / SENT_BYTES[row_sent] if row_sent else 1.0),
+        combine_scale=hidden / near,
         **{phase: Curve.of(one["num_tokens"], one["us"]) for phase, one in phases.items()},
         **{f"{phase}_sms": tuple(one["sms"].astype(int)) for phase, one in phases.items() if (one["sms"] > 0).all()},
     )
@@ -261,7 +282,8 @@ def exchange_rows(tables: Tables) -> pd.DataFrame:
     """Rows of an exchange in one form.
 
     Columns: hidden_size, num_experts, top_k, num_ranks, num_nodes, num_tokens of each rank, phase (dispatch, combine),
-    dtype (empty = not stated), sms (0 = not stated); us, with what telling ranks their counts takes (``notify``).
+    dtype that is dispatched (empty = not known), sms (0 = not stated); us, with what telling ranks their counts takes
+    (``notify``).
     """
     import pandas as pd
 
@@ -292,7 +314,7 @@ def exchange_rows(tables: Tables) -> pd.DataFrame:
     us = found["transmit_us"] + found.get("notify_us", 0.0)
     num_ranks = found["num_nodes"] * _GPUS.get(tables.system, 8)
     sms = found.get("sms", pd.Series(0, found.index))
-    found = found.assign(us=us, num_ranks=num_ranks, dtype="", sms=sms)
+    found = found.assign(us=us, num_ranks=num_ranks, dtype=_SENT_BY.get(tables.framework, ""), sms=sms)
     return found.drop(columns=["transmit_us", "notify_us"], errors="ignore")
 
 

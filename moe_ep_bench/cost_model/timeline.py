@@ -1,9 +1,23 @@
 """From what virtual ranks took one after another to when each would have done what side by side.
 
-A rank's run of the layer is cut into *legs* where ranks meet: the sum of a batch-wide policy's
-statistics, the gather of counts, the two all-to-alls. A meeting begins when the last rank has
-come; what a rank stood there before is waiting. What the meeting itself takes comes from a model
-of the links, because nothing was sent.
+A rank's run of the layer is cut into *legs* where ranks meet: the sum of a batch-wide policy's statistics, the gather
+of counts, the two exchanges. A meeting begins when the last rank has come. What the meeting itself takes comes from a
+model of the links, because nothing was sent.
+
+A *chain* is one micro-batch's way through all ranks, leg by leg. **One chain** is the layer without overlap: a rank
+waits from its arrival until the meeting begins, and then for what it gets. **Two chains** are two micro-batches that
+take turns (``two_batch``: DeepSeek's two streams, SGLang's two-batch overlap, vLLM's dual-batch overlap). On every rank
+computation goes A's first leg, B's first leg, A's second, B's second, and so on; dispatches and combines go in the same
+order, one at a time on every rank's links; sums and gathers are small, and go beside them. While an exchange is under
+way it holds some of a rank's streaming multiprocessors, and computation takes 1 / (1 - their share) as long. Shared
+experts may be computed *beside* their layer's dispatch: once a rank has come there, ahead of whatever it computes next.
+
+Phases add up to a rank's total. What it computes is computation; else what of an exchange is under way there is
+``dispatch`` or ``combine``, so that what is hidden counts for nothing; else it waits for the exchange that its next leg
+needs. A layer that stands alone is one of many alike (``repeated``): its time is what one more takes.
+
+Laws (tests/test_timeline.py): nothing is faster than all of a rank's computation, or than all exchanges; two equal
+halves without held SMs are never slower than both in one, and halve it where exchange and computation are equal.
 
 A pass of a whole model is cut likewise, at the meetings of all its MoE layers in order: phases and meetings are then
 (layer, phase), as (3, "wait_dispatch").
@@ -15,7 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +39,11 @@ from moe_ep_bench.schema import PHASES, TOTAL, PhaseKey, layer_and_phase, phase_
 # The phase of what ranks do once they have met.
 PHASE_OF_MEETING = {name: phase.meets for name, phase in PHASES.items() if phase.meets is not None}
 
-# What stands in for these moves nothing; their time is the model's alone.
-_NOTHING_SENT = ("dispatch", "combine")
+# What stands in for these moves nothing; their time is the model's alone. On a rank's links they go one at a time.
+EXCHANGES = ("dispatch", "combine")
+
+# Layers alike, one after another, of which as many more say what one takes.
+_ALIKE = 4
 
 Leg = dict[PhaseKey, float]
 
@@ -53,7 +70,7 @@ def legs_of(segments: Sequence[tuple[PhaseKey, float]]) -> tuple[list[Leg], list
         if phase in PHASE_OF_MEETING:
             meetings.append(name)
             legs.append(defaultdict(float))
-        elif phase not in _NOTHING_SENT:
+        elif phase not in EXCHANGES:
             legs[-1][name] += time_us
     return legs, meetings
 
@@ -86,36 +103,156 @@ def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:
     ]
 
 
-def compose(
-    legs_R: Sequence[Sequence[Leg]], meetings: Sequence[PhaseKey], link_us: Mapping[PhaseKey, NDArray[np.float64]]
-) -> list[Leg]:
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """One micro-batch's way through all ranks.
+
+    Attributes:
+        legs_R: the legs of each rank, one more than meetings.
+        meetings: as ``legs_of`` gives them, the same for every rank.
+        link_us: what each meeting takes on the links, by name: float64 [R], from when it begins until the rank has all
+            it gets.
+        held: of meetings by name, the share of a rank's streaming multiprocessors that they hold; else none.
+        beside: of meetings by name, what each rank computes beside them, by phase.
+    """
+
+    legs_R: Sequence[Sequence[Leg]]
+    meetings: Sequence[PhaseKey]
+    link_us: Mapping[PhaseKey, NDArray[np.float64]]
+    held: Mapping[PhaseKey, float] = field(default_factory=dict)
+    beside: Mapping[PhaseKey, Sequence[Leg]] = field(default_factory=dict)
+
+    def with_shared_beside(self) -> Chain:
+        """The same with what the shared experts take ahead of a dispatch moved beside it."""
+        legs_R, beside = [[dict(leg) for leg in legs] for legs in self.legs_R], {}
+        for number, meeting in enumerate(self.meetings):
+            layer, wait = layer_and_phase(meeting)
+            if PHASE_OF_MEETING[wait] == "dispatch":
+                shared = phase_key(layer, "shared")
+                ahead = [[leg.pop(shared, 0.0) for leg in legs[: number + 1]] for legs in legs_R]
+                beside[meeting] = [{shared: sum(times)} if any(times) else {} for times in ahead]
+        return replace(self, legs_R=legs_R, beside=beside)
+
+    def repeated(self, times: int) -> Chain:
+        """So many like it, one after another: the last leg of each and the first of the next are one."""
+        legs_R = []
+        for legs in self.legs_R:
+            first, *inner, last = legs if len(legs) > 1 else (*legs, {})
+            joined: Leg = defaultdict(float, last)
+            for phase, time_us in first.items():
+                joined[phase] += time_us
+            legs_R.append([first, *[*inner, joined] * (times - 1), *inner, last])
+        return replace(self, legs_R=legs_R, meetings=[*self.meetings] * times)
+
+
+def compose(chains: Sequence[Chain]) -> list[Leg]:
     """Let all ranks run side by side.
 
     Args:
-        legs_R: the legs of each rank, one more than meetings.
-        meetings: as ``legs_of`` gives them, the same for every rank.
-        link_us: what each meeting takes on the links, by name: float64 [R], from when it begins until the
-            rank has all it gets.
+        chains: one, or two with the same meetings, which take turns.
 
     Returns:
         For each rank microseconds by phase, waiting included, and ``total``: when the rank is done.
     """
-    num_ranks = len(legs_R)
-    times: list[Leg] = [defaultdict(float) for _ in range(num_ranks)]
-    now_R = np.zeros(num_ranks)
-    for number in range(len(meetings) + 1):
-        for rank, legs in enumerate(legs_R):
-            for phase, time_us in legs[number].items():
-                times[rank][phase] += time_us
-            now_R[rank] += sum(legs[number].values())
-        if number == len(meetings):
-            break
-        meeting, begin = meetings[number], now_R.max()
-        held_in = phase_of_meeting(meeting)
-        for rank in range(num_ranks):
-            times[rank][meeting] += begin - now_R[rank]
-            times[rank][held_in] += link_us[meeting][rank]
-        now_R = begin + link_us[meeting]
-    for rank in range(num_ranks):
-        times[rank][TOTAL] = float(now_R[rank])
-    return [dict(time) for time in times]
+    ranks = _Ranks(len(chains[0].legs_R))
+    under_way: list[_Meeting | None] = [None] * len(chains)
+    for number in range(len(chains[0].meetings) + 1):
+        for place, chain in enumerate(chains):
+            if (needed := under_way[place]) is not None:
+                ranks.wait_for(needed)
+            ranks.compute([legs[number] for legs in chain.legs_R])
+            if number < len(chain.meetings):
+                meeting = chain.meetings[number]
+                under_way[place] = ranks.meet(meeting, chain.link_us[meeting], chain.held.get(meeting, 0.0))
+                if meeting in chain.beside:
+                    ranks.compute(chain.beside[meeting])
+    return ranks.done()
+
+
+def compose_alike(chains: Sequence[Chain]) -> list[Leg]:
+    """What one more layer takes of each rank among many alike, by phase and ``total``: halves overlap across layers."""
+    if not chains[0].meetings:
+        return compose(chains)
+    few, many = (compose([chain.repeated(times) for chain in chains]) for times in (_ALIKE, 2 * _ALIKE))
+    return [
+        {phase: (time_us - of_few.get(phase, 0.0)) / _ALIKE for phase, time_us in of_many.items()}
+        for of_few, of_many in zip(few, many, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """When it begins on each rank, and when the rank has all it gets."""
+
+    name: PhaseKey
+    begin_us_R: NDArray[np.float64]
+    link_us_R: NDArray[np.float64]
+    held: float
+
+    @property
+    def end_us_R(self) -> NDArray[np.float64]:  # noqa: N802
+        return self.begin_us_R + self.link_us_R
+
+
+class _Ranks:
+    """The clock of every rank's computation, its exchanges, and what its time went into."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.now_R = np.zeros(num_ranks)
+        self.times: list[Leg] = [defaultdict(float) for _ in range(num_ranks)]
+        # The last ones, of one chain each: those before them ended ahead of whatever comes.
+        self.exchanges: list[_Meeting] = []
+
+    def compute(self, leg_R: Sequence[Leg]) -> None:
+        work_us_R = np.array([sum(leg.values()) for leg in leg_R], dtype=np.float64)
+        end_us_R = self._end_of(work_us_R)
+        slower_R = np.divide(end_us_R - self.now_R, work_us_R, out=np.ones_like(work_us_R), where=work_us_R > 0)
+        is_held = any(exchange.held for exchange in self.exchanges)
+        for times, leg, slower in zip(self.times, leg_R, slower_R.tolist(), strict=True):
+            for phase, time_us in leg.items():
+                times[phase] += time_us * slower if is_held else time_us
+        self.now_R = end_us_R
+
+    def _end_of(self, work_us_R: NDArray[np.float64]) -> NDArray[np.float64]:
+        """When work that begins now is done, slower where an exchange holds some of the multiprocessors."""
+        now_R, left_R = self.now_R.copy(), work_us_R.copy()
+        for exchange in self.exchanges:
+            if exchange.held:
+                for until_R, speed in ((exchange.begin_us_R, 1.0), (exchange.end_us_R, 1.0 - exchange.held)):
+                    took_R = np.minimum(np.maximum(until_R - now_R, 0.0), left_R / speed)
+                    now_R, left_R = now_R + took_R, np.maximum(left_R - took_R * speed, 0.0)
+        return now_R + left_R
+
+    def meet(self, name: PhaseKey, link_us_R: NDArray[np.float64], held: float) -> _Meeting:
+        """It begins once all ranks have come, an exchange on each rank once the one before it is over there."""
+        begin_us_R = np.full_like(self.now_R, self.now_R.max())
+        if is_exchange := layer_and_phase(phase_of_meeting(name))[1] in EXCHANGES:
+            for before in self.exchanges[-1:]:
+                begin_us_R = np.maximum(begin_us_R, before.end_us_R)
+        meeting = _Meeting(name, begin_us_R, np.asarray(link_us_R, dtype=np.float64), held)
+        if is_exchange:
+            self.exchanges = [*self.exchanges[-1:], meeting]
+        return meeting
+
+    def wait_for(self, meeting: _Meeting) -> None:
+        """Every rank is idle until it has all it gets there."""
+        now_R, begin_us_R, end_us_R = self.now_R, meeting.begin_us_R, meeting.end_us_R
+        idle_R = np.maximum(begin_us_R - now_R, 0.0)
+        for other in self.exchanges:
+            if other is not meeting:
+                busy_R = np.minimum(other.end_us_R, begin_us_R) - np.maximum(now_R, other.begin_us_R)
+                busy_R = np.clip(busy_R, 0.0, idle_R)
+                self._add(phase_of_meeting(other.name), busy_R)
+                idle_R = idle_R - busy_R
+        self._add(meeting.name, idle_R)
+        # What is left of it: all, where the rank was there when it began.
+        left_R = np.where(now_R <= begin_us_R, meeting.link_us_R, np.maximum(end_us_R - now_R, 0.0))
+        self._add(phase_of_meeting(meeting.name), left_R)
+        self.now_R = np.maximum(now_R, end_us_R)
+
+    def _add(self, phase: PhaseKey, time_us_R: NDArray[np.float64]) -> None:
+        for times, time_us in zip(self.times, time_us_R.tolist(), strict=True):
+            times[phase] += time_us
+
+    def done(self) -> list[Leg]:
+        return [{**times, TOTAL: now} for times, now in zip(self.times, self.now_R.tolist(), strict=True)]

@@ -1,0 +1,149 @@
+"""Claims about micro-batches that overlap: how a batch is cut, what each routes and sends, what a layer then takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
+from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.routing import Batches, CaseRouter
+from moe_ep_bench.bench.traffic import RoutedBatches
+from moe_ep_bench.bench.virtual import HELD_SMS, Emulation, exchange_us, held_share, modelled_times
+from moe_ep_bench.cost_model.devices import SENT_BYTES
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import TOTAL
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "name": "overlap",
+    "model": {"preset": "deepseek-v2-lite", "scale": 0.25},
+    "workload": {
+        "kind": "synthetic",
+        "tokens_per_rank": 101,
+        "sequence_length": 101,
+        "num_batches": 2,
+        "seed": 1,
+        "peak_load": 3.0,
+    },
+    "layer": {"ep_size": 4},
+    "policies": [
+        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"},
+        {"name": "xshare", "k0": 1, "budget": 16},
+    ],
+    "emulate": {"links": "h100-nvlink4", "device": "h100-sxm", "overlap": "two_batch"},
+}
+REPLICAS = {"replication": [{"spare_per_rank": 2}], "rebalance": [{"name": "llep", "least_pairs": 1}]}
+
+
+def planned(folder: Path, *overrides: str, **emulate: Any) -> Comparison:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "emulate": {**CONFIG["emulate"], **emulate}}))
+    return plan(path, overrides, VIRTUAL, on_cpu=True)[0]
+
+
+def totals(comparison: Comparison) -> dict[str, float]:
+    """Of each case the slowest rank's time in batch 0, in microseconds."""
+    emulation = Emulation(comparison, comparison.cases, CPU, lambda _: None)
+    with torch.inference_mode():
+        emulation.time(lambda routed, begin: modelled_times(comparison, routed, begin))
+    at = emulation.columns.index(TOTAL)
+    return {case.label + case.role: emulation.samples[case.case_id][:, 0, at].max() for case in comparison.cases}
+
+
+def test_micro_batches_are_a_batch_cut_in_two(tmp_path: Path) -> None:
+    comparison = planned(tmp_path, **REPLICAS)
+    assert comparison.backend == MODELLED
+    with torch.inference_mode():
+        for router, traffic in RoutedBatches(comparison, comparison.cases, CPU).route(0):
+            whole, first, second = traffic.layers[None], *[part.layers[None] for part in traffic.parts(2)]
+            assert [part.number for part in traffic.parts(2)] == [0, 1]
+            assert [first.num_tokens_R, second.num_tokens_R] == [[51] * 4, [50] * 4]
+            assert (first.counts_RP + second.counts_RP == whole.counts_RP).all(), router.case.label
+            for of in ("rank", "node"):
+                assert (first.copies(of) + second.copies(of) == whole.copies(of)).all(), router.case.label
+            assert first.slots.moved_bytes_RR is whole.slots.moved_bytes_RR
+            assert second.slots.moved_bytes_RR is None, "weights move once for both"
+
+
+def test_each_micro_batch_is_routed_by_itself(tmp_path: Path) -> None:
+    """As a batch of half the tokens would be: capacities, statistics of all ranks, and draws are its own."""
+    comparison, whole = planned(tmp_path), planned(tmp_path, overlap="none")
+    batches = Batches(comparison, CPU)
+    with torch.inference_mode():
+        for case in comparison.cases:
+            router = CaseRouter(case, batches)
+            parts_R = [batches.share(None, 0, rank).of(case).parts(2) for rank in range(4)]
+            stats = [router.stats_of(batches.share(None, 0, rank).of(case)) for rank in range(4)]
+            stats_MSE = None if stats[0] is None else sum(stats)
+            found = [router.route(batches.share(None, 0, rank).of(case), stats_MSE) for rank in range(4)]
+            for number in range(2):
+                ours = [parts[number] for parts in parts_R]
+                alone = CaseRouter(case, Batches(whole, CPU))
+                of_part = [alone.stats_of(part) for part in ours]
+                summed = None if of_part[0] is None else sum(of_part)
+                for rank, part in enumerate(ours):
+                    expected = alone.route(part, summed)
+                    at = slice(0, 51) if number == 0 else slice(51, 101)
+                    assert torch.equal(found[rank].map_TE[at], expected.map_TE), case.label
+                    assert torch.equal(found[rank].weights_TE[at], expected.weights_TE), case.label
+        drawn = [router.context(part).generator.initial_seed() for part in parts_R[0]]
+        assert drawn[0] != drawn[1]
+
+
+def test_halves_hide_what_they_send_and_pay_for_being_halves(tmp_path: Path) -> None:
+    """Slow links are hidden up to all computation; behind links that take no time two halves are no faster."""
+    (links,) = (tmp_path / "slow.yaml",)
+    one_way = {"latency_us": 0, "latency_basis": "assumed", "efficiency": 1, "efficiency_basis": "assumed"}
+    for gbps, faster in ((2, True), (1e9, False)):
+        links.write_text(yaml.safe_dump({"name": "test", "source": "test", "ranks_per_node": 8, "inter": None,
+                                         "intra": {**one_way, "bandwidth_gbps": gbps}}))  # fmt: skip
+        alone, halves = (totals(planned(tmp_path, links=str(links), overlap=one)) for one in ("none", "two_batch"))
+        for label, alone_us in alone.items():
+            assert (halves[label] < alone_us) == faster, (gbps, label)
+            assert halves[label] > alone_us / 2
+
+
+def test_shared_experts_beside_dispatch_take_no_longer(tmp_path: Path) -> None:
+    alone, beside = (totals(planned(tmp_path, overlap=one)) for one in ("none", "shared"))
+    for label, alone_us in alone.items():
+        if "xshare" not in label:  # Its sum over ranks comes between.
+            assert beside[label] < alone_us, label
+
+
+def test_what_an_exchange_holds_of_a_device(tmp_path: Path) -> None:
+    comparison = planned(tmp_path)
+    assert held_share(comparison, None) == HELD_SMS / 132
+    assert held_share(comparison, 24) == 24 / 132
+    assert held_share(planned(tmp_path, overlap="none"), 24) == 0
+    none_stated = replace(comparison, device=comparison.device.model_copy(update={"num_sms": None}))
+    with pytest.raises(UserError, match="devices/h100-sxm: num_sms: expected more than the 24 multiprocessors"):
+        held_share(none_stated, 24)
+
+
+@pytest.mark.parametrize("sent", SENT_BYTES)
+def test_rows_go_to_experts_as_asked_and_come_back_as_they_are(sent: str, tmp_path: Path) -> None:
+    rows_RR = np.full((4, 4), 10_000)
+    as_asked, as_they_are = (
+        exchange_us(planned(tmp_path, f"layer.dispatch_dtype={one}"), rows_RR) for one in (sent, "null")
+    )
+    ratio = SENT_BYTES[sent] / 2
+    weights_us = exchange_us(planned(tmp_path, "layer.dispatch_dtype=null"), rows_RR * 0)[0]
+    assert (as_asked[1] == as_they_are[1]).all()
+    assert (as_asked[0] <= as_they_are[0] + weights_us).all()
+    assert as_asked[0][0] == pytest.approx(as_they_are[0][0] * ratio, rel=0.5)
+    assert (as_asked[0] < as_they_are[0]).all() == (ratio < 1)
+
+
+def test_where_layers_are_measured_no_halves_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"emulate\.overlap: expected none or shared where layers are measured"):
+        planned(tmp_path, device="measured")
+    assert planned(tmp_path, device="measured", overlap="shared").num_parts == 1

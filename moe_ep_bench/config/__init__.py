@@ -248,7 +248,7 @@ class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] = "bfloat16"
     """Type of weights and activations; below 16 bits of experts alone, by a table."""
     dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
-    """What ``emulate`` sends rows to experts as; null = as dtype has them. They come back in bfloat16."""
+    """What ``emulate`` sends to experts; null = as dtype."""
     ep_size: int | None = Field(None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
@@ -443,8 +443,7 @@ class EmulateConfig(Strict):
     exchange_sms: int | None = Field(None, ge=1)
     """Streaming multiprocessors that such an exchange holds; null = the fastest row."""
     overlap: Literal["none", "shared", "two_batch"] = NO_OVERLAP
-    """``shared``: shared experts beside dispatch; ``two_batch``: also the exchange of each half of a batch beside the
-    other half's computation, on modelled devices."""
+    """Beside dispatch: ``shared`` experts; ``two_batch``: also the other half, on modelled devices."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED

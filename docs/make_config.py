@@ -42,7 +42,7 @@ BESIDE = [
         "sweep.recorded",
         "list of keys with values",
         "",
-        "Further sweeps, over recordings; those that are not there are left out, and named.",
+        "Further sweeps, over recordings that are there.",
     ),
     ("on_cpu", "keys with values", "", "Dotted keys with values that hold on CPU ranks."),
 ]

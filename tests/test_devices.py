@@ -74,6 +74,44 @@ def test_a_smaller_precision_reads_less_and_multiplies_faster() -> None:
     assert small.experts_us(1000, 500, [10**6], fp8) == pytest.approx(many / 2)
 
 
+def passes_of_te(rows: int, hidden: int, ffn: int, *, matrices: int, fp8: bool) -> int:
+    """Bytes that each kernel between an expert's GEMMs reads and writes, row by row, values of two bytes."""
+    kernels = []
+    for _ in range(rows):
+        if matrices == 3:
+            kernels.append((2 * ffn * 2, ffn * 2))  # gate and up in, their product out
+        else:
+            kernels += [(ffn * 2, ffn * 2), (ffn * 2, ffn * 4), (ffn * 4, ffn * 2)]  # GELU, in float32 by weight, cast
+        if fp8:
+            kernels += [(hidden * 2, hidden * 2)] * 2  # padded, and the padding taken out
+            kernels += [(width * 2, width + width) for width in (hidden, ffn)]  # along rows and along columns
+    if fp8 and rows:
+        kernels += [(hidden * ffn * 2, 2 * hidden * ffn)] * matrices
+    return sum(read + written for read, written in kernels)
+
+
+@pytest.mark.parametrize("matrices", [2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_block"])
+def test_transformer_engines_experts_take_their_gemms_and_the_passes_between_them(matrices: int, dtype: str) -> None:
+    """Beside the same GEMMs without passes, at 1e6 bytes a microsecond."""
+    rows_L, how = [3, 0, 5], {"num_matrices": matrices}
+    plain, te = device(), device(experts_as="te", dtypes=("bfloat16", "fp8_block"))
+    precision = PRECISIONS[dtype]
+    extra_us = te.experts_us(64, 32, rows_L, precision, **how) - plain.experts_us(64, 32, rows_L, precision, **how)
+    passes = [passes_of_te(rows, 64, 32, matrices=matrices, fp8=dtype == "fp8_block") for rows in rows_L]
+    assert extra_us == pytest.approx(sum(passes) / 1e6)
+
+
+def test_transformer_engine_sends_rows_as_they_are_and_fp8_has_the_devices_speed() -> None:
+    plain, te = device(), device(experts_as="te", fp8_speed=1.5, fp8_basis="measured elsewhere")
+    assert plain.precision("fp8_block") == PRECISIONS["fp8_block"]
+    cast = te.precision("fp8_block")
+    assert (cast.sent_bytes, cast.speed, cast.weight_bytes) == (2, 1.5, PRECISIONS["fp8_block"].weight_bytes)
+    assert te.precision("bfloat16") == PRECISIONS["bfloat16"]
+    with pytest.raises(ValueError, match="fp8_speed, fp8_basis: expected both or neither"):
+        device(fp8_speed=1.5)
+
+
 def test_routing_takes_a_time_per_score_and_permutation_its_share_of_the_bandwidth() -> None:
     assert [device().routing_us(10**6, by_policy=one) for one in (False, True)] == pytest.approx([50, 200])
     # 2 TB/s x 0.25: 5e5 bytes per us, whatever share of the bandwidth experts reach.
@@ -199,6 +237,8 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
     known = Device.load(name)
     bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis") and value}
     experts = ["arithmetic_basis", "memory_basis", "overhead_basis"]
+    fitted = ["permute_basis", "fp8_basis"] if name == "h100-sxm-te" else []  # to others' layers and GEMMs
+    experts = [key for key in bases if key in (*experts, *fitted)]
     measured = [key for key in bases if key not in experts or name.endswith("measured")]
     assert [key for key, basis in bases.items() if basis == "measured"] == (
         measured if name.startswith(MEASURED) else []

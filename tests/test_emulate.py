@@ -24,6 +24,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import Emulation, exchange_us
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.errors import OK
@@ -215,11 +216,15 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
 def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
     links = Links.named("h100-nvlink4")
     model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(dtype="fp8", dispatch_dtype=None)
-    comparison = SimpleNamespace(links=links, model=model, experiment=SimpleNamespace(layer=layer))
+    comparison = SimpleNamespace(links=links, model=model, device=None, experiment=SimpleNamespace(layer=layer))
     dispatch_us, combine_us = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
     # Four rows of 256 bytes with a weight of 4 each; results are of two bytes a value.
     np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 256) + links.intra.time_us(4 * 4)] * 2)
     np.testing.assert_allclose(combine_us, [links.intra.time_us(4 * 512)] * 2)
+    # Transformer Engine casts rows behind the dispatch.
+    comparison.device = Device.named("h100-sxm-te")
+    dispatch_us, _ = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
+    np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 512) + links.intra.time_us(4 * 4)] * 2)
 
 
 def test_solving_counts_where_every_rank_solves_a_batch(modelled: Path) -> None:

@@ -217,8 +217,8 @@ def test_an_exchange_is_what_a_layer_sends(tmp_path: Path, capsys: pytest.Captur
     assert main(["emulate", str(path), "--out", str(tmp_path / "out")]) == OK
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Modelled, partly measured elsewhere: bf16, deepep_normal, one copy per (token, other node), no overlap."
-        in said
+        "Modelled, partly measured elsewhere: bf16, deepep_normal, one copy per (token, other node),"
+        " unfused permutation, no overlap." in said
     )
     store = load(tmp_path / "out")
     (facts,) = [one.facts for one in store.comparisons]

@@ -89,6 +89,43 @@ def test_the_four_permutations_by_hand() -> None:
     assert [leg["permute"] for leg in legs] == pytest.approx([0, 16, 0, 12])
 
 
+@pytest.mark.parametrize(
+    ("permute", "exchange", "expected"),
+    [
+        # Of rows of 2000 bytes, at 5e5 bytes a microsecond; 1000 tokens, 2000 pairs, 4000 arrive as 2500 copies.
+        ("fused", None, [(1000 + 2000), 8000, 8000, 3000]),
+        ("unfused", "rank", [0, 8000, 4000 + 2500, 0]),
+        ("fused", "rank", [0, 2500 + 4000, 4000 + 2500, 0]),
+        ("fused", "node", [0, 2500 + 4000, 4000 + 2500, 0]),
+        ("fused", "pair", [0, 0, 0, 0]),
+    ],
+)
+def test_permutation_goes_by_the_exchange_and_the_kernels(
+    permute: str, exchange: str | None, expected: list[int]
+) -> None:
+    device = DEVICE.model_copy(update={"permute": permute})
+    work = replace(WORK, num_copies=2500 if exchange in ("rank", "node") else None)
+    segments = layer_segments(device, MODEL, work, by_policy=False, batch_wide=False, exchange=exchange)
+    took = [time_us for phase, time_us in segments if phase == "permute"][1:]  # the first is before the counts
+    assert took == pytest.approx([rows * 2000 / 5e5 for rows in expected])
+
+
+def test_an_exchange_in_fp8_brings_its_rows_in_fp8() -> None:
+    """What arrives is read and written in the bytes that were sent; what goes back is bfloat16's."""
+    work, how = replace(WORK, num_copies=2500), {"by_policy": False, "batch_wide": False, "exchange": "rank"}
+    device = DEVICE.model_copy(update={"permute": "fused"})
+    wide, narrow = (layer_segments(device, MODEL, work, dtype=dtype, **how) for dtype in ("bfloat16", "fp8_block"))
+    (sort_us, back_us), (narrow_us, narrow_back_us) = (
+        [time_us for phase, time_us in one if phase == "permute" and time_us] for one in (wide, narrow)
+    )
+    assert narrow_us == pytest.approx(sort_us * (1 + 4 / 128) / 2)
+    assert narrow_back_us == back_us
+    sent = layer_segments(device, MODEL, work, dispatch_dtype="nvfp4", **how)
+    assert [time_us for phase, time_us in sent if phase == "permute" and time_us] == pytest.approx(
+        [sort_us * (0.5 + 1 / 16) / 2, back_us]
+    )
+
+
 def test_the_experts_by_hand() -> None:
     # 3e9 and 9e9 operations: 60 and 180 us, more than their bytes take.
     assert phases()["experts"] == pytest.approx(3 + 60 + 180)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
+from layer_laws import FUSED
 from torch import Tensor
 
 from moe_ep_bench.kernels.experts import weighted_swiglu_formula
-from moe_ep_bench.layer import parts
+from moe_ep_bench.layer import megatron, parts
+from moe_ep_bench.layer.components import BoundedDispatcher, IndexedAlltoAllDispatcher, own_dispatcher
 from moe_ep_bench.layer.host import device_scope
+from moe_ep_bench.layer.megatron import megatron_config
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 from moe_ep_bench.models import ScoreFunction, load_model, logits_from_scores, scores_from_logits
@@ -25,8 +29,8 @@ pytestmark = pytest.mark.seam
 REQUESTS = [
     ("auto", "GPU", None, ("grouped", "indexed")),
     ("decode", "GPU", None, ("decode", "none")),
-    ("te", "GPU", None, "layer.experts: te needs Transformer Engine 2.6 or later, got none; expected auto, grouped or"),
-    ("te", "GPU", "2.5.1", "or later, got 2.5.1"),
+    ("te", "GPU", None, "layer.experts: te needs Transformer Engine 2.7 or later, got none; expected auto, grouped or"),
+    ("te", "GPU", "2.6.0", "or later, got 2.6.0"),
     ("auto", "CPU", "2.9.0+abc", ("grouped", "indexed")),
     ("sequential", "CPU", None, ("sequential", "megatron")),
     ("te", "CPU", "2.9.0", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
@@ -35,6 +39,17 @@ REQUESTS = [
     ("auto graph", "GPU", None, ("decode", "none")),
     ("grouped graph", "GPU", None, "layer.cuda_graph: true needs layer.experts decode"),
     ("decode graph", "CPU", None, "layer.cuda_graph: true needs a GPU"),
+    ("auto fused", "GPU", None, "layer.permute: fused needs Transformer Engine 2.7 or later, got none; expected"),
+    ("auto fused", "GPU", "2.5.1", "layer.permute: fused needs .*, got 2.5.1"),
+    ("grouped fused", "CPU", "2.9.0", "layer.permute: fused needs a GPU; expected auto or unfused"),
+    ("grouped fused", "GPU", "2.9.0", ("grouped", "fused")),
+    ("sequential fused", "GPU", "2.9.0", ("sequential", "fused")),
+    ("auto fused", "GPU", "2.9.0", ("te", "fused")),
+    ("auto unfused", "GPU", "2.9.0", ("te", "indexed")),
+    ("auto unfused", "CPU", None, ("grouped", "indexed")),
+    ("sequential unfused", "CPU", None, ("sequential", "megatron")),
+    ("decode unfused", "GPU", None, "layer.permute: expected auto with decode experts, which permute nothing; got"),
+    ("auto fused graph", "GPU", "2.9.0", "layer.permute: expected auto with decode experts"),
 ]
 
 
@@ -43,16 +58,41 @@ def test_every_request_and_what_runs(
     asked: str, where: str, te: str | None, expected: tuple[str, str] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "version_of", lambda distribution: te)
-    experts, _, graph = asked.partition(" ")
-    how = {"cuda_graph": bool(graph), "on_cpu": where == "CPU"}
+    experts, *more = asked.split(" ")
+    graph = "graph" in more
+    permute = next((word for word in more if word != "graph"), "auto")
+    how = {"cuda_graph": graph, "on_cpu": where == "CPU"}
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            Parts.choose(experts, **how)
+            Parts.choose(experts, permute, **how)
         return
-    chosen = Parts.choose(experts, **how)
-    assert (chosen.experts, chosen.permute, chosen.cuda_graph) == (*expected, bool(graph))
+    chosen = Parts.choose(experts, permute, **how)
+    assert (chosen.experts, chosen.permute, chosen.cuda_graph) == (*expected, graph)
     assert chosen.fuses_router(load_model("olmoe-1b-7b")) == (chosen.experts == "te")
     assert not chosen.fuses_router(load_model("deepseek-v4-flash"))
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+@pytest.mark.parametrize(
+    ("chosen", "native", "policy", "fuses"),
+    [
+        (Parts("te"), None, BoundedDispatcher, True),
+        (Parts("te", permutation="indexed"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
+        (Parts("grouped", permutation="fused"), None, BoundedDispatcher, True),
+        (Parts("grouped"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
+        (Parts("sequential"), None, BoundedDispatcher, False),
+    ],
+)
+def test_fused_permutations_are_megatrons_own_whatever_computes_the_experts(
+    chosen: Parts, native: type | None, policy: type, fuses: bool
+) -> None:
+    """Ours stands in the dispatcher where they are by index; ``moe_permute_fusion`` is on where they are fused."""
+    assert (own_dispatcher(chosen), own_dispatcher(chosen, any_pairs=True)) == (native, policy)
+    model = load_model("olmoe-1b-7b")
+    with mock.patch.multiple(megatron.moe_utils, create=True, **FUSED):
+        config = megatron_config(model, torch.float32, 1, chosen, on_cpu=True)
+    assert config.moe_permute_fusion == fuses
+    assert config.moe_grouped_gemm == (chosen.experts == "te")
 
 
 def test_the_triton_activation_equals_its_formula() -> None:

@@ -149,6 +149,8 @@ def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled,
     text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), *long], num_batches=10, facts=facts))
     assert "end=0 " in text  # names that are cut are told apart
     assert "end=1 " in text
+    layer = "one copy per (token, expert) pair, Transformer Engine's experts, fused permutation, no overlap."
+    assert (layer in " ".join(text.split())) == modelled, "which layer is modelled"
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 100
     header = next(line for line in text.splitlines() if line.startswith("policy"))
     assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", *lost, "kept %"]

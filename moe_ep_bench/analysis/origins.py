@@ -75,14 +75,23 @@ def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
         what = f"{what}, {PARTLY_ELSEWHERE}"
     all_to_all = "NCCL all-to-all, one copy per (token, expert) pair"
     how = dict.fromkeys(all_to_all if one.exchange is None else one.exchange.words for one in modelled)
+    layers = dict.fromkeys(layer_words(one) for one in modelled if one.device is not None)
     overlap = dict.fromkeys(OVERLAP_WORDS[one.overlap] for one in modelled)
-    return f"{what}: {' / '.join(sent)}, {' / '.join(how)}, {' / '.join(overlap)}." if sent else ""
+    parts = filter(None, map(" / ".join, (sent, how, layers, overlap)))
+    return f"{what}: {', '.join(parts)}." if sent else ""
 
 
 def _sent_words(facts: TimedFacts) -> str:
     """The dtype, and what rows are dispatched as where that was asked for."""
     words = _SHORT.get(facts.dtype, facts.dtype)
     return f"{words}, dispatched as {facts.dispatch_dtype}" if facts.dispatch_dtype else words
+
+
+def layer_words(facts: TimedFacts) -> str:
+    """Which layer is modelled: whose experts, where that is not the table's, and how rows are permuted."""
+    experts = "Transformer Engine's experts, " if facts.experts.ran == "te" else ""
+    permuted = {"fused": "fused permutation", "none": "no permutation"}.get(facts.permute.ran, "unfused permutation")
+    return f"{experts}{permuted}"
 
 
 def device_words(run: RunFacts, facts: ComparisonFacts) -> str:

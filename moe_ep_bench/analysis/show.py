@@ -120,7 +120,8 @@ def end_of_run(directory: Path) -> str:
     store = load(directory)
     frame = cases(store)
     listed = [short_table(store, rows) for _, rows in frame.groupby(COMPARISON, sort=False)]
-    blocks = [modelled_line(one.facts for one in store.comparisons), render(listed, "text", width=_SHORT_WIDTH)]
+    line = wrapped(modelled_line(one.facts for one in store.comparisons), _SHORT_WIDTH, "")
+    blocks = [line, render(listed, "text", width=_SHORT_WIDTH)]
     notes = [wrapped(line, _SHORT_WIDTH, "  ") for line in warnings(store)[:3]]
     where = f"{count_words(frame)}; in {directory}\nmore: moe-ep-bench show {directory}; moe-ep-bench plot {directory}"
     return "\n\n".join(filter(None, [*blocks, "\n".join(notes), where]))

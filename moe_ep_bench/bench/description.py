@@ -118,7 +118,7 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
         "backend": ranks.backend,
         "cuda_graph": f"the whole {comparison.scope}{collectives}" if parts.cuda_graph else None,
         "experts": Component(requested=experiment.layer.experts, ran=parts.experts, why=parts.experts_why),
-        "permute": Component(requested="auto", ran=parts.permute),
+        "permute": Component(requested=experiment.layer.permute, ran=parts.permute),
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
         "departures": list(model.departures),

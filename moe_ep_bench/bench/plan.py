@@ -130,9 +130,16 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     asked, emulate = experiment.layer, experiment.emulate
     if backend in (VIRTUAL, MODELLED):
         assert emulate.links is not None
-        ep_size = asked.ep_size or world_size
+        ep_size, dtype = asked.ep_size or world_size, asked.dtype
+        if emulate.device != MEASURED:
+            backend = MODELLED
+            with naming("emulate.device"):
+                device = load_device_of_layer(emulate.device, experiment.model.spec(), ep_size, dtype)
+            if asked.permute != "auto":
+                device = device.model_copy(update={"permute": asked.permute})
+            dtype = "bfloat16" if device.casts_late else dtype
         with naming("emulate.links"):
-            of_layer = experiment.model.spec(), ep_size, asked.dtype, emulate.exchange_sms, asked.dispatch_dtype
+            of_layer = experiment.model.spec(), ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
             links = load_links_of_layer(emulate.links, *of_layer).scaled(emulate.bandwidth_scale)
         with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
@@ -140,17 +147,15 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
                 checks.refuse(
                     links.exchange.num_ranks != ep_size, "exchange.num_ranks", ep_size, links.exchange.num_ranks
                 )
-        if emulate.device != MEASURED:
-            backend = MODELLED
-            with naming("emulate.device"):
-                device = load_device_of_layer(emulate.device, experiment.model.spec(), ep_size, asked.dtype)
     if backend == ROUTING:
         parts = Parts("none")
     elif device is not None:  # Whatever this machine has.
         experts, why = device.experts_ran
-        parts = Parts(experts, experts_why=why)
+        exchange = None if links is None or links.exchange is None else links.exchange.copies
+        permute = "none" if exchange == "pair" else {"unfused": "indexed"}.get(device.permute, device.permute)
+        parts = Parts(experts, experts_why=why, permutation=permute)
     else:
-        parts = Parts.choose(asked.experts, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        parts = Parts.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
     workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)

@@ -28,7 +28,7 @@ from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, Routed, RoutedBatches, Traffic
 from moe_ep_bench.config import NO_OVERLAP
-from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
 from moe_ep_bench.cost_model.timeline import Chain, RankTime, compose, compose_alike, legs_of, median_legs
@@ -84,6 +84,9 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     assert device is not None
     if (policy := router.case.policy) is not None:
         device = device.for_policy(policy.name, model.num_experts)
+    links = comparison.links
+    exchange = None if links is None or links.exchange is None else links.exchange.copies
+    by_rank = exchange in ("rank", "node")
     layers = {
         layer: RankWork(
             of_layer.num_tokens_R[rank],
@@ -91,6 +94,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
             of_layer.received(rank),
             sum(of_layer.num_tokens_R),
             None if of_layer.shared_RR is None else int(of_layer.shared_RR[:, rank].sum()),
+            int(of_layer.copies("rank")[:, rank].sum()) if by_rank else None,
         )
         for layer, of_layer in traffic.layers.items()
     }
@@ -99,6 +103,8 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
         "alone": comparison.ep_size == 1,
         "dtype": dtype,
+        "dispatch_dtype": comparison.experiment.layer.dispatch_dtype,
+        "exchange": exchange,
         "solving_us": 0.0
         if traffic.number
         else (router.case.replication and router.case.replication.solving_us) or 0.0,
@@ -132,14 +138,14 @@ def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDA
     Args:
         rows_RR: from each rank to each.
     """
-    links, precision = comparison.links, PRECISIONS[comparison.experiment.layer.dtype]
+    links, device, dtype = comparison.links, comparison.device, comparison.experiment.layer.dtype
     assert links is not None
-    width, sent_as = comparison.model.expert_hidden_size, comparison.experiment.layer.dispatch_dtype
-    sent_bytes = SENT_BYTES[sent_as] if sent_as else precision.sent_bytes
+    sent_as, width = comparison.experiment.layer.dispatch_dtype, comparison.model.expert_hidden_size
+    precision = PRECISIONS[dtype].sent(sent_as) if device is None else device.precision(dtype, sent_as)
     dispatch_us, weights_us, combine_us = (
         links.all_to_all_us(sent_RR * num_bytes)
         for sent_RR, num_bytes in (
-            (rows_RR, width * sent_bytes),
+            (rows_RR, width * precision.sent_bytes),
             (rows_RR, _WEIGHT_BYTES),
             (rows_RR.T, width * precision.hidden_bytes),
         )

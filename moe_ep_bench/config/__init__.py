@@ -127,7 +127,7 @@ class SyntheticConfig(_Workload):
     layer: int | None = Field(None, ge=0, le=MOST)
     """Layer of ``skew_from``, or ``all``: a comparison each."""
     balanced: bool = False
-    """Every expert gets exactly tokens x top-k / experts pairs, as ``peak_load: 1`` says too."""
+    """Every expert gets as many pairs, as with ``peak_load: 1``."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean."""
     sequence_length: int = Field(128, ge=1, le=MOST)
@@ -254,7 +254,9 @@ class LayerConfig(Strict):
     seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Megatron-Core's, one by one; grouped GEMMs; for few tokens, which every rank gets; Transformer Engine."""
+    """Megatron-Core's, one by one; grouped GEMMs; for few tokens; Transformer Engine's."""
+    permute: Literal["auto", "unfused", "fused"] = "auto"
+    """By index, or by Transformer Engine; auto = as experts, or the device, have it."""
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step; needs ``decode`` experts and a GPU."""
 

@@ -7,13 +7,17 @@ roofline describes a top-k or a sort. Permutation reaches its own share of the b
 sheet says whether it was measured, published or assumed. Measured times of one layer's experts (``expert_table``) stand
 in place of their roofline where there are some.
 
+*Whose kernels.* ``experts_as: grouped`` are servers' grouped GEMMs, or this package's; ``te`` Megatron-Core's with
+Transformer Engine, whose kernels between GEMMs are passes through memory of their own (``te_bytes``). Permutation is
+``unfused``, an index for each row, or ``fused``, by Transformer Engine's kernels, which read a token once (``phases``).
+
 Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +44,10 @@ class Precision:
     sent_bytes: float
     hidden_bytes: int = 2
     speed: float = 1.0
+
+    def sent(self, dispatch_dtype: str | None) -> Precision:
+        """The same with hidden states sent as ``layer.dispatch_dtype``; None = as they are."""
+        return self if dispatch_dtype is None else replace(self, sent_bytes=SENT_BYTES[dispatch_dtype])
 
 
 # Of ``layer.dtype``. Blocks of 128 values (fp8_block) or 128 x 128 weights share a float32 scale, of 32 (mxfp4, mxfp8)
@@ -106,6 +114,16 @@ class Device(Preset):
     routing_policy_us: NonNegativeFloat = 0.0
     """Microseconds of it however few the scores."""
     routing_policy_basis: Basis
+    experts_as: Literal["grouped", "te"] = "grouped"
+    """Whose kernels compute experts (see the module)."""
+    dtypes: tuple[Literal[(*PRECISIONS,)], ...] = RUN_DTYPES
+    """``layer.dtype`` that the roofline's figures are of; tables have their own."""
+    fp8_speed: PositiveFloat | None = None
+    """How much faster than in bfloat16 GEMMs of fp8 in blocks are; null = as the data sheet has it."""
+    fp8_basis: Basis | None = None
+    """What it rests on; stated where it is."""
+    permute: Literal["unfused", "fused"] = "unfused"
+    """How rows are permuted (see the module)."""
     permute_efficiency: _Share
     """Share of the data sheet's memory bandwidth that permuting rows reaches."""
     permute_basis: Basis
@@ -124,6 +142,8 @@ class Device(Preset):
             raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
         if (self.gate_tflops is None) != (self.gate_basis is None):
             raise UserError("gate_tflops, gate_basis: expected both or neither")
+        if (self.fp8_speed is None) != (self.fp8_basis is None):
+            raise UserError("fp8_speed, fp8_basis: expected both or neither")
         return self
 
     def for_policy(self, name: str, num_experts: int) -> Device:
@@ -139,7 +159,19 @@ class Device(Preset):
         """What a layer's experts are modelled as (``layer.parts``), and why."""
         if self.experts is not None:
             return self.experts.name, "the table's"
-        return "grouped", "a roofline knows no others"
+        return self.experts_as, "a roofline knows no others" if self.experts_as == "grouped" else "the device's"
+
+    @property
+    def casts_late(self) -> bool:
+        """Rows are cast to ``layer.dtype`` behind the dispatch, as Transformer Engine does, not ahead of it."""
+        return self.experts_as == "te"
+
+    def precision(self, dtype: str, dispatch_dtype: str | None = None) -> Precision:
+        """What values of ``layer.dtype`` take here, and of ``layer.dispatch_dtype`` on their way."""
+        found = PRECISIONS[dtype]
+        if dtype == "fp8_block" and self.fp8_speed is not None:
+            found = replace(found, speed=self.fp8_speed)
+        return (replace(found, sent_bytes=found.hidden_bytes) if self.casts_late else found).sent(dispatch_dtype)
 
     @property
     def reached_tbps(self) -> float:
@@ -181,7 +213,8 @@ class Device(Preset):
     ) -> float:
         """Microseconds of one pass through a rank's experts: overhead + ``work_us``. No rows take no time.
 
-        Measured times hold sorting rows by expert and putting them back too.
+        Transformer Engine's own passes come on top (``te_bytes``). Measured times hold sorting rows by expert and
+        putting them back too.
 
         Args:
             rows_L: tokens of each expert.
@@ -196,7 +229,10 @@ class Device(Preset):
         bytes_L = bytes_L - (hidden_bytes - precision.weight_bytes) * weights * (rows_L > 0)
         if not (rows_L > 0).any():
             return 0.0
-        return self.overhead_us + self.work_us(flops_L / precision.speed, bytes_L, rows_L)
+        experts_us = self.overhead_us + self.work_us(flops_L / precision.speed, bytes_L, rows_L)
+        if self.experts_as == "te":
+            experts_us += self.work_us(0, te_bytes(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices), 1)
+        return experts_us
 
     def gate_us(self, num_tokens: int, hidden_size: int, num_experts: int, value_bytes: int) -> float:
         """Microseconds of tokens [T, D] times weights [D, E]: the larger of the roofline and ``gate_tflops``."""
@@ -236,6 +272,8 @@ class Device(Preset):
                 " launches not counted"
             )
         gate = f" gate at {self.gate_tflops:g} TFLOP/s ({self.gate_basis});" if self.gate_tflops else ""
+        fp8 = f" fp8 in blocks {self.fp8_speed:g} times as fast ({self.fp8_basis});" if self.fp8_speed else ""
+        experts = " Transformer Engine's passes between GEMMs (modelled);" if self.experts_as == "te" else ""
         source = "modelled by"
         if self.experts is not None:
             source = f"{self.experts.describe(num_tokens)}; the rest modelled by"
@@ -243,11 +281,11 @@ class Device(Preset):
             f"{source} devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
-            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{gate}"
+            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{fp8}{experts}{gate}"
             f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
             f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
             f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer,"
-            f" as on an H200; permutation at"
+            f" as on an H200; {self.permute} permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
             f"{attention}"
         )
@@ -265,3 +303,26 @@ def ffn_work(
     hidden, ffn, both = hidden_size, ffn_hidden_size, 2 * num_matrices
     num_bytes = value_bytes * (num_matrices * hidden * ffn * (rows > 0) + rows * (2 * hidden + both * ffn))
     return both * rows * hidden * ffn, num_bytes, rows
+
+
+def te_bytes(
+    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, precision: Precision, num_matrices: int = 3
+) -> float:
+    """Bytes of the passes that Transformer Engine's experts make between GEMMs; for m rows, experts that have some.
+
+    Activation: of gated experts one kernel reads 2 F and writes F, 3 F b bytes a row. Plain ones go through three, the
+    activation, its product with the routing weight in float32 and a cast: F (4 b + 8).
+
+    In fp8, as weights and rows come in b bytes: each is read, and written twice, along rows and along columns as
+    training needs it: (b + 2) (matrices x D F) an expert and (b + 2) (D + F) a row. Rows are padded to a multiple
+    ahead of the GEMMs, and the padding is taken out of the outputs: 2 x 2 D b a row.
+
+    Source: Megatron-LM d98e8a6, megatron/core/transformer/moe/experts.py (TEGroupedMLP.forward).
+    """
+    rows = np.asarray(rows, dtype=np.float64)
+    hidden, ffn, b = hidden_size, ffn_hidden_size, precision.hidden_bytes
+    of_row = ffn * (3 * b if num_matrices == 3 else 4 * b + 8)
+    if precision.weight_bytes >= b:
+        return float(of_row * rows.sum())
+    of_row += (b + 2) * (hidden + ffn) + 4 * hidden * b
+    return float(of_row * rows.sum() + (b + 2) * num_matrices * hidden * ffn * (rows > 0).sum())

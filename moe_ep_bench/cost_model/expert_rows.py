@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_ep_bench.cost_model.devices import PRECISIONS, RUN_DTYPES, Device
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
 from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, root
 from moe_ep_bench.errors import UserError, naming
@@ -55,7 +55,7 @@ def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) 
     """
     device = load_device(name)
     if not name.startswith(PREFIX):
-        if dtype not in RUN_DTYPES:
+        if dtype not in device.dtypes:
             raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {device.name}")
         return device
     tables = Tables.named(name, "moe")

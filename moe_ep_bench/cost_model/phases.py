@@ -8,19 +8,33 @@ gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T
 policy    a least time + T E scores x picoseconds per score: of the model's own top-k by one kernel (Megatron-Core's
           several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
           ``devices.SLOW_POLICIES``
-permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
-          rows gathered for sending, 2 N W b bytes (those chosen, not those that a policy may choose); sorted by local
-          expert as they arrive, 2 M W b; put back after the experts, 2 M W b; summed per token at the end,
-          (N + T) W b. The middle two only where L > 1 and there are other ranks
+permute   bytes / (memory bandwidth x share that permutation reaches), of four steps (below). The middle two only where
+          L > 1 and there are other ranks
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in
-          and out of two GEMMs with an activation between them. Measured times (``expert_table``) give
+          and out of two GEMMs with an activation between them; Transformer Engine's passes besides
+          (``devices.te_bytes``). Measured times (``expert_table``) give
           all of it, the middle two steps of the permutation included
 shared    roofline of a gated FFN on T rows, with D and S in place of W and F; at the end its output is added to
           the routed experts', 3 T D b bytes through memory
 
-The layer has grouped experts, permutation by index (``layer.components``) and a gate that multiplies values as they
+*The four steps of permutation* go by who dispatches, and by the device's ``permute``:
+
+dispatch            gathered for sending  sorted as rows arrive  put back  summed per token at the end
+all-to-all          2 N W b               2 M W b                2 M W b   (N + T) W b
+the same, fused     (T + N) W b           2 M W b                2 M W b   (N + T) W b
+a copy per rank     none                  2 M W s                (M + A) W b  none
+the same, fused     none                  (A + M) W s            (M + A) W b  none
+a copy per pair     none                  none                   none      none
+
+N are the rows chosen, not those that a policy may choose. Fused kernels read a token's row once and write it for each
+of its experts. DeepEP's normal kernels read tokens as they lie; a rank gets A of them, once each, and gives its experts
+a row for each pair: that is sorting, and their sums go back. Its low-latency kernels write rows where experts read
+them. The first line is this package's permutation by index (``layer.components``); fused steps are Megatron-Core's with
+``moe_permute_fusion`` (Transformer Engine's moe_permute, moe_sort_chunks_by_index and moe_unpermute).
+
+The layer has grouped experts, or Transformer Engine's (``devices``), and a gate that multiplies values as they
 are, as with Transformer Engine; ``*-measured`` have Megatron-Core's own, in float32. The time per score does not
 depend on the number of experts. Launches take no time apart from the experts' overhead, so batches of few tokens come
 out too fast. All-to-alls and other collectives are the link model's (``links``).
@@ -52,11 +66,12 @@ graph, which comes out too fast by whatever they take. A GEMM of few rows takes 
 on a device of little arithmetic a decode step's projections come out slow. Biases and sampling are not in it either.
 
 Shapes: T = tokens of the rank, E = experts of the model (all are scored, however many slots there are), N = pairs that
-it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, W = width of the rows that routed
-experts take, which is D unless the model has a latent size, F = expert FFN size, S = FFN size of the shared experts or
-(attention) a prompt's length, P = prompts or requests, C = tokens in the cache, I, O = what a projection takes and
-gives, H = heads, G = key-value heads, Q, V = size of a head's keys and values, L, P (latent attention) = latent and
-rotary widths, b = bytes per value.
+it sends, L = its local experts or slots, M = pairs that arrive, A = copies of tokens that arrive, D = hidden size,
+W = width of the rows that routed experts take, which is D unless the model has a latent size, F = expert FFN size,
+S = FFN size of the shared experts or (attention) a prompt's length, P = prompts or requests, C = tokens in the cache,
+I, O = what a projection takes and gives, H = heads, G = key-value heads, Q, V = size of a head's keys and values,
+L, P (latent attention) = latent and rotary widths, b = bytes per value, s = bytes per value that is sent
+(``devices.Precision``).
 """
 
 from __future__ import annotations
@@ -68,7 +83,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device, Precision, ffn_work
+from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
@@ -84,6 +100,8 @@ class RankWork:
         received_L: int64 [L], rows that arrive at each of its local experts or slots.
         batch_tokens: of all ranks; None = not said, and taken from the rows.
         num_shared: tokens whose shared experts it computes beside the routed ones; None = its own, ahead of the gate.
+        num_copies: A, copies of tokens that arrive, where an exchange sends a token once to a rank; None = a row for
+            each pair arrives.
     """
 
     num_tokens: int
@@ -91,6 +109,7 @@ class RankWork:
     received_L: NDArray[np.int64]
     batch_tokens: int | None = None
     num_shared: int | None = None
+    num_copies: int | None = None
 
     @property
     def num_received(self) -> int:
@@ -107,6 +126,8 @@ def layer_segments(
     batch_wide: bool,
     alone: bool = False,
     dtype: str = "bfloat16",
+    dispatch_dtype: str | None = None,
+    exchange: Copies | None = None,
     solving_us: float = 0.0,
 ) -> list[tuple[str, float]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
@@ -118,17 +139,21 @@ def layer_segments(
         batch_wide: the policy sums statistics over ranks.
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
         dtype: of ``PRECISIONS``; what b is, and whether experts are smaller; float32 has bfloat16's arithmetic.
+        dispatch_dtype: what s is; None = as ``dtype`` has it.
+        exchange: what a token has a copy for in the exchange that dispatches; None = an all-to-all.
         solving_us: a balancer's, once all counts are known.
     """
-    precision = PRECISIONS[dtype]
-    T, N, M, b = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes
+    precision = device.precision(dtype, dispatch_dtype)
+    T, b = work.num_tokens, precision.hidden_bytes
     E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
     W = model.expert_hidden_size
     gate_us = device.gate_us(T, D, E, b)
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
-    sorted_already = alone or len(work.received_L) == 1 or device.experts is not None
-    sort_us = 0.0 if sorted_already else device.permute_us(2 * M * W * b)
+    permute_us = [device.permute_us(W * num_bytes) for num_bytes in _permuted(device, work, precision, exchange)]
+    if alone or len(work.received_L) == 1 or device.experts is not None:  # sorted already
+        permute_us[1:3] = 0.0, 0.0
+    gather_us, sort_us, unsort_us, sum_us = permute_us
     experts_us = device.experts_us(
         W, F, work.received_L, precision, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
     )
@@ -145,7 +170,7 @@ def layer_segments(
         ("permute", 0.0),
         ("wait_metadata", 0.0),
         *([("policy", solving_us)] if solving_us else []),
-        ("permute", device.permute_us(2 * N * W * b)),
+        ("permute", gather_us),
         ("metadata", 0.0),
         (UNACCOUNTED, 0.0),
         ("wait_dispatch", 0.0),
@@ -154,13 +179,27 @@ def layer_segments(
         ("permute", sort_us),
         *([("shared", shared_us)] if S and not is_own else []),
         ("experts", experts_us),
-        ("permute", sort_us),
+        ("permute", unsort_us),
         ("wait_combine", 0.0),
         (UNACCOUNTED, 0.0),
         *([("shared", add_us)] if S else []),
-        ("permute", device.permute_us((N + T) * W * b)),
+        ("permute", sum_us),
     ]
     return [(phase, time_us) for phase, time_us in segments if not (alone and phase in PHASE_OF_MEETING)]
+
+
+def _permuted(
+    device: Device, work: RankWork, precision: Precision, exchange: Copies | None
+) -> tuple[float, float, float, float]:
+    """Bytes of the four steps of permutation for each value of a row: the module's table."""
+    T, N, M, b, s = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes, precision.sent_bytes
+    if exchange == "pair":
+        return 0, 0, 0, 0
+    is_fused = device.permute == "fused"
+    if exchange is None:
+        return (T + N if is_fused else 2 * N) * b, 2 * M * b, 2 * M * b, (N + T) * b
+    A = M if work.num_copies is None else work.num_copies
+    return 0, (A + M if is_fused else 2 * M) * s, (M + A) * b, 0
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@
 ``te``          Megatron-Core's with Transformer Engine: ``TEGroupedMLP``, fused permutations, native's top-k fused
 
 All but ``decode`` send each pair to its expert's rank, and wait for the host to learn how many there are. ``auto`` is
-``decode`` in a CUDA graph, else ``te`` on a GPU with Transformer Engine, else ``grouped``.
+``decode`` in a CUDA graph, else ``te`` on a GPU with Transformer Engine, else ``grouped``. Permutations follow experts,
+unless ``fused`` or ``unfused`` ones are asked for by name.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from moe_ep_bench.kernels import triton_lacks
 from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 
-# From this version on Transformer Engine selects experts and permutes rows in kernels that Megatron-Core takes.
-LEAST_TE = (2, 6)
+# From this version on Megatron-Core takes Transformer Engine's fused top-k (its permutations from 2.1 on).
+LEAST_TE = (2, 7)
 _PERMUTATIONS = {"decode": "none", "sequential": "megatron", "te": "fused"}
 
 
@@ -33,11 +34,13 @@ class Parts:
     """Replay timed runs from CUDA graphs (``graphs``)."""
     experts_why: str = ""
     """Why these experts; empty where they were asked for by name."""
+    permutation: str = ""
+    """In place of the one that goes with these experts; empty = that one."""
 
     @property
     def permute(self) -> str:
         """How rows are sorted by expert, and put back: ``indexed``, ``megatron``, ``fused`` or ``none``."""
-        return _PERMUTATIONS.get(self.experts, "indexed")
+        return self.permutation or _PERMUTATIONS.get(self.experts, "indexed")
 
     @property
     def dispatcher(self) -> str:
@@ -49,8 +52,11 @@ class Parts:
         return self.experts == "te" and model.score_function != "sqrtsoftplus"
 
     @staticmethod
-    def choose(experts: str, *, cuda_graph: bool = False, on_cpu: bool) -> Parts:
+    def choose(experts: str, permute: str = "auto", *, cuda_graph: bool = False, on_cpu: bool) -> Parts:
         """Decide ``auto`` for this machine.
+
+        Args:
+            permute: ``fused`` by Transformer Engine, ``unfused``, or ``auto``.
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
@@ -63,17 +69,22 @@ class Parts:
         if cuda_graph and experts not in ("auto", "decode"):
             needed = "layer.experts decode, for others wait for the host"
             raise UserError(f"layer.cuda_graph: true needs {needed}; got {experts}")
+        got = "" if on_cpu else f", got {version or 'none'}"
         if experts == "te" and lacking:
-            got = "" if on_cpu else f", got {version or 'none'}"
             raise UserError(f"layer.experts: te needs {lacking}{got}; expected auto, grouped or sequential")
+        if permute != "auto" and (experts == "decode" or cuda_graph):
+            raise UserError(f"layer.permute: expected auto with decode experts, which permute nothing; got {permute}")
+        if permute == "fused" and lacking:
+            raise UserError(f"layer.permute: fused needs {lacking}{got}; expected auto or unfused")
         if (experts == "decode" or cuda_graph) and not on_cpu and (without := triton_lacks()):
             key = "layer.cuda_graph: true" if cuda_graph else "layer.experts: decode"
             raise UserError(f"{key} needs Triton's kernels on a GPU: {without}; see moe-ep-bench doctor")
-        if experts != "auto":
-            return Parts(experts, cuda_graph=cuda_graph)
         if cuda_graph:
-            return Parts("decode", cuda_graph=True, experts_why="a CUDA graph holds no others")
-        return Parts("grouped" if lacking else "te")
+            why = "" if experts == "decode" else "a CUDA graph holds no others"
+            return Parts("decode", cuda_graph=True, experts_why=why)
+        ran = experts if experts != "auto" else "grouped" if lacking else "te"
+        own = "indexed" if permute == "unfused" and ran == "te" else ""
+        return Parts(ran, permutation="fused" if permute == "fused" else own)
 
 
 DEFAULT_PARTS = Parts()

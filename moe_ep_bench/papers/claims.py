@@ -58,8 +58,7 @@ class Claim(Strict):
     source: str = Field(min_length=1)
     """Figure, table or section."""
     policy: dict[str, Any] | str | None = None
-    """One of the config's policies, a list making a claim each; or a label, of ``emulate.replication`` and
-    ``rebalance`` too; null = native."""
+    """One of the config's policies, a list making a claim each; or a label; null = native."""
     metric: Literal[*CLAIMED] = "speedup"
     """Of a layer or pass, native over the policy: time (``speedup``), the fullest expert (``imbalance_cut``); the
     policy over native: times, activated experts; by itself: all others."""

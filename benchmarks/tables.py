@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,10 +22,22 @@ from scipy.optimize import least_squares
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.expert_rows import BALANCED, of_shape, read_moe
+from moe_ep_bench.cost_model.expert_rows import (
+    BALANCED,
+    BLOCKS,
+    UNIFORM,
+    WIDE,
+    drawn_loads,
+    find_table,
+    fullest_rank,
+    of_shape,
+    read_moe,
+    rounded_loads,
+)
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import Tables, load_links, package_words, read_nccl
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.synthetic import quotas
 
 # Device, system, and the frameworks that its roofline is fitted to, each weighing the same.
@@ -45,6 +58,17 @@ LINKS = {
     "gb200-nvl72": "table:gb200/nccl/2.29.2",
 }
 LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:h100_sxm/sglang/0.5.14")
+# Kernels of servers that dispatch, and tokens at which those are held whose loads have to be planned.
+KERNELS = (
+    *(
+        f"table:{system}/sglang/0.5.6.post2/deepep_{kind}"
+        for system in ("h100_sxm", "h200_sxm")
+        for kind in ("normal", "ll")
+    ),
+    *(f"table:{system}/sglang/0.5.10/deepep_{kind}" for system in ("b200_sxm", "gb200") for kind in ("normal", "ll")),
+    *(f"table:{system}/trtllm/1.3.0rc10/wideep" for system in ("h100_sxm", "h200_sxm", "b200_sxm")),
+)
+WIDE_TOKENS = (4, 32, 128, 512, 2048, 4096, 8192, 16384)
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
@@ -230,7 +254,61 @@ def fullest_ranks(
     return [load_RL[load_RL.sum(axis=1).argmax()] for load_RL in drawn]
 
 
-# ---- (c) links -------------------------------------------------------------------------------------------------------
+# ---- (c) kernels of servers that dispatch ----------------------------------------------------------------------------
+
+
+def kernels(name: str) -> pd.DataFrame:
+    """Every power-law row by which the table does not stand: predicted from those by which it does, and drawn loads."""
+    tables, found = Tables.named(name, "moe"), []
+    rows, stands = read_moe(tables, distribution=None), read_moe(tables)
+    is_wide = tables.backend == WIDE
+    if is_wide:
+        rows = rows[rows["num_tokens"].isin(WIDE_TOKENS)]
+    known = [*SHAPE, "dtype", "ep_size", "distribution", "num_slots", "num_tokens"]
+    held = rows.merge(stands[known], how="left", indicator=True)
+    held = held[(held["_merge"] == "left_only") & (held["distribution"] != UNIFORM)]
+    held = held.merge(stands[[*SHAPE, "ep_size"]].drop_duplicates())
+    for (*shape, ep_size), of_table in held.groupby([*SHAPE, "ep_size"]):
+        model = ModelSpec.named("deepseek-v3").model_copy(update=dict(zip(SHAPE, shape, strict=True)))
+        table = find_table(stands, model, ep_size, tables.backend)
+        for row in of_table.itertuples():
+            num_slots = row.num_slots if row.distribution.endswith("_eplb") else None
+            drawn = [fullest_rank(load_E, ep_size, num_slots) for load_E in collected_loads(row, tables.version)]
+            # Rows of TensorRT-LLM handed the kernels what a server's dispatch brings; SGLang's all tokens.
+            handed = {"handed_tokens": row.num_tokens} if tables.backend in BLOCKS else {}
+            times = np.array([table.time_us(load_L, row.num_tokens, **handed) for load_L in drawn])
+            at = {
+                "distribution": row.distribution,
+                "slots": row.num_slots,
+                "ep_size": ep_size,
+                "num_tokens": row.num_tokens,
+            }
+            found.append({**at, "predicted": times.mean(), "measured": row.us, "chance": times.std() / times.mean()})
+    return pd.DataFrame(found).assign(table=name)
+
+
+def collected_loads(row: Any, version: str, draws: int = 5) -> Iterator[NDArray[np.int64]]:
+    """Pairs of each expert, int64 [E], as a power-law row's collector drew them; theirs have no seed.
+
+    Collectors of SGLang 0.5.10 give what rounding leaves to the emptiest expert of each rank in turn, or take it from
+    the fullest; older ones as ``drawn_loads`` does. It decides which experts few tokens activate.
+    """
+    exponent = float(row.distribution.split("_")[2])
+    for seed in range(draws):
+        sizes = row.num_tokens, row.num_experts, row.top_k, seed
+        if version != "0.5.10":
+            yield drawn_loads(exponent, *sizes)
+            continue
+        load_RL = rounded_loads(exponent, *sizes).reshape(row.ep_size, -1)
+        while missing := row.num_tokens * row.top_k - int(load_RL.sum()):
+            at_R = load_RL.argmin(axis=1) if missing > 0 else load_RL.argmax(axis=1)
+            found_R = load_RL[np.arange(row.ep_size), at_R]
+            ranks = np.flatnonzero(found_R < row.num_tokens if missing > 0 else found_R > 0)[: abs(missing)]
+            load_RL[ranks, at_R[ranks]] += np.sign(missing)
+        yield load_RL.ravel()
+
+
+# ---- (d) links -------------------------------------------------------------------------------------------------------
 
 
 def links() -> pd.DataFrame:
@@ -262,10 +340,20 @@ def errors() -> Iterator[tuple[str, pd.DataFrame]]:
     medians = laws.groupby(key)[["measured", "load", "of_all_tokens", "chance"]].median().reset_index()
     yield "law-by-ep", errors_of(laws, key).merge(medians).rename(columns={"ratio": "predicted over measured"})
     yield "law-by-tokens", errors_of(laws, ["table", "num_tokens"])
+    yield from kernel_errors()
     carried = links()
     carried["worst"] = (carried["predicted"] / carried["measured"] - 1).abs()
     worst = carried.groupby(["links", "stage"])["worst"].max().reset_index()
     yield "links", errors_of(carried, ["links", "stage", "gpus"]).merge(worst).drop(columns="ratio")
+
+
+def kernel_errors() -> Iterator[tuple[str, pd.DataFrame]]:
+    """Those of kernels of servers that dispatch."""
+    dispatched = pd.concat([kernels(name) for name in KERNELS], ignore_index=True)
+    dispatched["worst"] = (dispatched["predicted"] / dispatched["measured"] - 1).abs()
+    for by, columns in (("", ["table", "distribution", "slots"]), ("-by-ep", ["table", "ep_size"])):
+        most = dispatched.groupby(columns)["worst"].max().reset_index()
+        yield f"kernels{by}", errors_of(dispatched, columns).merge(most)
 
 
 def fitted() -> Iterator[str]:
@@ -288,13 +376,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("results/reference"), help="folder (default: %(default)s)")
     parser.add_argument("--fit", action="store_true", help="print fitted figures; write nothing")
+    parser.add_argument("--kernels", action="store_true", help="of kernels of servers that dispatch alone")
     options = parser.parse_args()
     if options.fit:
         print("\n".join(fitted()))
         return
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"from {package_words()}")
-    for name, frame in errors():
+    for name, frame in kernel_errors() if options.kernels else errors():
         frame.to_csv(options.out / f"tables-{name}.csv", index=False, float_format="%.6g")
         print(f"\n{name}\n{frame.to_string(index=False, float_format='{:.3g}'.format)}", flush=True)
 

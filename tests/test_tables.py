@@ -177,7 +177,7 @@ def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() 
         ("table:h1/vllm/1.0", "expected a system of h100_sxm; got 'h1' .did you mean h100_sxm"),
         ("table:h100_sxm/sglang/1.0", "expected a framework of vllm; got 'sglang'"),
         ("table:h100_sxm/vllm/2", "expected a version of vllm of 1.0; got '2'"),
-        ("table:h100_sxm/vllm/1.0/fp4", "expected a version of vllm of 1.0; got '1.0/fp4'"),
+        ("table:h100_sxm/vllm/1.0/fp4", "expected table:h100_sxm/vllm/1.0; got .table:h100_sxm/vllm/1.0/fp4."),
     ],
 )
 def test_what_is_not_there_is_told_in_one_line_that_lists_what_is(name: str, words: str) -> None:

@@ -450,7 +450,7 @@ class EmulateConfig(Strict):
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED
     """``measured``: this one. Else modelled: a name of data/devices/, such a file, or
-    ``table:SYSTEM/FRAMEWORK/VERSION``."""
+    ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()

@@ -6,26 +6,49 @@ token t the experts (t + j x ceil(E / k)) mod E, j < k. ``power_law_A`` draws a 
 of exponent A, rounds the loads to pairs, and puts the fullest rank first; five draws are averaged, without a seed.
 A row holds the framework's top-k, its permutation around the experts and the sum over a token's local experts. Gate,
 dispatch and combine are not in it.
+
+*Kernels of servers that dispatch* (collector/wideep/; rows are older than the newest collector, whose draws of few
+tokens differ). num_tokens are of all ranks everywhere, and experts alone are timed.
+
+``deepep_normal``  SGLang's DeepGEMM over contiguous rows, at prefill: ``uniform`` loads of T K // E rows an expert.
+                   Experts' rows have to be padded to 128, as dispatch does it; the collector pads drawn loads alone.
+                   With other numbers a block of 128 rows reads one expert's weights for several: such rows are up to
+                   5 times too fast, and are left out. Kernels go through the tokens of all ranks; no CUDA graph.
+``deepep_ll``      SGLang's DeepGEMM over masked rows, at decode: the same loads, and below a row an expert as many
+                   experts as a rank has tokens times K, with a row each. CUDA graphs.
+``wideep``         TensorRT-LLM's CUTLASS kernels, handed the tokens with an expert here; a rank's own T / R tokens pass
+                   the router. All loads are of one draw. Those of ``power_law_1.01_eplb`` are the most even: planned
+                   onto as many slots as experts (``wideep_288``: 288), and stand for what was measured: under the loads
+                   of the draw, of five seeded ones, whose fullest rank is the median (``planned_loads``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.expert_kernels import kernel_tables
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
 from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, root
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.placement import replicate
 
 if TYPE_CHECKING:  # It imports slowly.
     import pandas as pd
 
-BALANCED = "balanced"
+BALANCED, UNIFORM, PLANNED, WIDE = "balanced", "uniform", "power_law_1.01_eplb", "wideep"
+# Rows that kernels pad an expert's to a multiple of, which uniform rows have to be.
+BLOCKS = {"deepep_normal": 128, "deepep_ll": 1}
+# Draws of planned loads.
+_DRAWS = 5
 # The file of data/devices/ that says the rest of a system, where it is called otherwise.
 _DEVICES = {"a100_sxm": "a100-sxm-80gb"}
 _NAMES = {"inter_size": "ffn_hidden_size", "topk": "top_k", "moe_dtype": "dtype", "moe_ep_size": "ep_size"}
@@ -63,9 +86,8 @@ def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) 
     dtypes = sorted(set(measured) & PRECISIONS.keys())
     if dtype not in dtypes:
         raise UserError(f"{tables.name}: expected layer.dtype one of {', '.join(dtypes)}; got {dtype}")
-    rows = read_moe(tables, dtype=dtype, tp_size=model.tensor_parallel)
     with naming(f"{tables.name}, {dtype}"):
-        table = find_table(rows, model, ep_size)
+        table = find_table(read_moe(tables, dtype=dtype, tp_size=model.tensor_parallel), model, ep_size, tables.backend)
     sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
     expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (device.reached_tbps * 1e6)
     named = {"name": tables.name, "measured_by": f"{tables.words}, {dtype}", "expert_us": expert_us}
@@ -73,21 +95,36 @@ def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) 
 
 
 def read_moe(
-    tables: Tables, *, dtype: str | None = None, distribution: str | None = BALANCED, tp_size: int = 1
+    tables: Tables, *, dtype: str | None = None, distribution: str | None = "", tp_size: int = 1
 ) -> pd.DataFrame:
-    """Rows of MoE layers: ``SHAPE``, dtype, num_tokens, ep_size, distribution, us.
+    """Rows of MoE layers: ``SHAPE``, dtype, num_tokens, ep_size, distribution, num_slots, us.
 
     Experts are whole, or cut among ``tp_size`` ranks; then the FFN size is a slice's, and no all-reduce is in it.
     Where several kernels were timed on the same point, the fastest stands for it.
+
+    Args:
+        distribution: None = all; "" = that by which a table stands, without rows that do not say what they should.
     """
+    is_planned, stands = tables.backend.startswith(WIDE), distribution == ""
+    if stands:
+        distribution = PLANNED if is_planned else UNIFORM if tables.backend else BALANCED
     filters = [("moe_tp_size", "=", tp_size)]
     filters += [("moe_dtype", "=", dtype)] if dtype else []
     filters += [("distribution", "=", distribution)] if distribution else []
-    rows = tables.read(_MOE_COLUMNS, filters)
+    rows = tables.read([*_MOE_COLUMNS, *["num_slots"] * is_planned], filters)
     rows = rows.rename(columns=_NAMES).assign(us=rows["latency"] * 1e3)
     rows["ffn_hidden_size"] //= tp_size
-    keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_tokens"]
-    return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
+    if not is_planned:
+        rows["num_slots"] = rows["num_experts"]
+    keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_slots", "num_tokens"]
+    rows = rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
+    if not stands:
+        return rows
+    if tables.backend == "deepep_normal":
+        each = rows["num_tokens"] * rows["top_k"] // rows["num_experts"]
+        return rows[(each > 0) & (each % BLOCKS[tables.backend] == 0)]
+    num_slots = tables.backend.removeprefix(f"{WIDE}_")
+    return rows[rows["num_slots"] == (int(num_slots) if num_slots.isdecimal() else rows["num_experts"])]
 
 
 def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
@@ -95,8 +132,8 @@ def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
     return rows[(rows[SHAPE] == np.asarray(shape)).all(axis=1)]
 
 
-def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTable:
-    """The table of a model's layer on so many ranks, from the balanced rows of one dtype.
+def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, backend: str = "") -> ExpertTable:
+    """The table of a model's layer on so many ranks, from the rows by which it stands, of one dtype.
 
     Raises:
         UserError: that was not measured; the line lists the EP sizes of the shape, or all shapes.
@@ -104,7 +141,9 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTabl
     wanted = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
     measured = of_shape(rows, wanted)
     if ep_size in measured["ep_size"].to_numpy():
-        return tables_of_shape(measured)[ep_size]
+        if backend in BLOCKS:
+            return kernel_tables(measured, BLOCKS[backend])[ep_size]
+        return planned_table(measured, ep_size) if backend else tables_of_shape(measured)[ep_size]
     points = (rows if measured.empty else measured)[[*SHAPE, "ep_size"]].drop_duplicates()
     known = [
         f"{shape_words(shape)} (EP {', '.join(map(str, sorted(sizes)))})"
@@ -114,3 +153,75 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTabl
         f"expected experts of a shape and an EP size that were measured, {'; '.join(known) or 'none'};"
         f" got {shape_words(wanted)}, EP {ep_size}"
     )
+
+
+# ---- planned loads ---------------------------------------------------------------------------------------------------
+
+
+def planned_table(rows: pd.DataFrame, ep_size: int) -> ExpertTable:
+    """One shape's planned rows of one dtype and EP size."""
+    points = rows[rows["ep_size"] == ep_size].sort_values("num_tokens")
+    num_slots = int(points["num_slots"].iloc[0])
+    shape = points[SHAPE].iloc[0].to_dict()
+    sizes = shape["num_experts"], shape["top_k"], ep_size, num_slots
+    loads = [planned_loads(number, *sizes) for number in points["num_tokens"]]
+    return ExpertTable(
+        **shape,
+        ep_size=ep_size,
+        curve=Curve.of(points["num_tokens"], points["us"]),
+        num_slots=num_slots,
+        row_loads=tuple(tuple(load_L.tolist()) for load_L in loads),
+    )
+
+
+@cache
+def planned_loads(num_tokens: int, num_experts: int, top_k: int, ep_size: int, num_slots: int) -> NDArray[np.int64]:
+    """Pairs in each slot of the fullest rank, int64 [num_slots / R], of the draw that is the median of five."""
+    drawn = [
+        fullest_rank(drawn_loads(1.01, num_tokens, num_experts, top_k, seed), ep_size, num_slots)
+        for seed in range(_DRAWS)
+    ]
+    return sorted(drawn, key=lambda load_L: int(load_L.sum()))[_DRAWS // 2]
+
+
+def drawn_loads(exponent: float, num_tokens: int, num_experts: int, top_k: int, seed: int) -> NDArray[np.int64]:
+    """Pairs of each expert under a power law, int64 [E], T K in all and at most T each.
+
+    What rounding leaves goes to the fullest experts in turn, or comes from the emptiest.
+    """
+    load_E = rounded_loads(exponent, num_tokens, num_experts, top_k, seed)
+    fullest_E = np.argsort(-load_E, kind="stable")
+    while missing := num_tokens * top_k - int(load_E.sum()):
+        order_E = fullest_E if missing > 0 else fullest_E[::-1]
+        fits_E = load_E[order_E] < num_tokens if missing > 0 else load_E[order_E] > 0
+        load_E[order_E[fits_E][: abs(missing)]] += np.sign(missing)
+    return load_E
+
+
+def rounded_loads(exponent: float, num_tokens: int, num_experts: int, top_k: int, seed: int) -> NDArray[np.int64]:
+    """The same as rounding has them, whose sum may be another.
+
+    Weights are drawn by the inverse of their distribution function, between 1 and 0.8 T, or of few tokens between 0.01
+    and 2.
+    """
+    total = num_tokens * top_k
+    ends = (1.0, 0.8 * num_tokens) if total > num_experts else (0.01, 2.0)
+    low, high = np.array(ends) ** (1 - exponent)
+    uniform_E = np.random.default_rng([seed, num_tokens, num_experts]).random(num_experts)
+    weight_E = (low + (high - low) * uniform_E) ** (1 / (1 - exponent))
+    return np.minimum(np.rint(weight_E / weight_E.sum() * total), num_tokens).astype(np.int64)
+
+
+def fullest_rank(load_E: NDArray[np.int64], ep_size: int, num_slots: int | None = None) -> NDArray[np.int64]:
+    """Pairs of each expert of the fullest rank, int64 [L]; with slots planned for the load, of each of its slots.
+
+    Replicas share evenly, and whole pairs go to those with the largest rests.
+    """
+    load_P = load_E
+    if num_slots is not None:
+        expert_P = replicate(load_E, num_slots=num_slots, num_ranks=ep_size)
+        share_P = (load_E / np.bincount(expert_P))[expert_P]
+        load_P = np.floor(share_P).astype(np.int64)
+        load_P[np.argsort(load_P - share_P, kind="stable")[: load_E.sum() - load_P.sum()]] += 1
+    load_RL = load_P.reshape(ep_size, -1)
+    return load_RL[load_RL.sum(axis=1).argmax()]

@@ -50,6 +50,10 @@ class ExpertTable(Strict):
     """b: microseconds for each token of all ranks."""
     expert_us: float = 0.0
     """To read the weights of an expert beyond those measured, as replicas are."""
+    num_slots: int | None = None
+    """Of all ranks; None = one an expert."""
+    row_loads: tuple[tuple[int, ...], ...] = ()
+    """Pairs of each of the rank's slots in each of the curve's rows, where these are not balanced."""
     name: str = ""
     """As users name it (``tables``)."""
     measured_by: str = ""
@@ -57,7 +61,7 @@ class ExpertTable(Strict):
 
     @property
     def num_local(self) -> int:
-        return self.num_experts // self.ep_size
+        return (self.num_slots or self.num_experts) // self.ep_size
 
     def describe(self, num_tokens: int | None = None) -> str:
         """Whose rows these are, and whether ``num_tokens`` of all ranks are beyond them."""
@@ -68,7 +72,11 @@ class ExpertTable(Strict):
         return f"experts {MEASURED_ELSEWHERE} ({self.measured_by}): {shape}, EP {self.ep_size}: {rows}"
 
     def loads(self, num_tokens: int) -> NDArray[np.int64]:
-        """Of the rank's experts in the row of so many tokens, int64 [L]."""
+        """Of the rank's experts in the row of so many tokens, or the nearest one's in proportion, int64 [L]."""
+        if self.row_loads:
+            tokens_N = np.array([size for size, _ in self.curve.root])
+            nearest = np.abs(np.log(tokens_N / num_tokens)).argmin()
+            return np.rint(np.array(self.row_loads[nearest]) * num_tokens / tokens_N[nearest]).astype(np.int64)
         return balanced_loads(num_tokens, self.num_experts, self.top_k, self.num_local)
 
     def time_us(self, rows_L: ArrayLike, num_tokens: int | None = None) -> float:

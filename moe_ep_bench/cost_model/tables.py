@@ -4,12 +4,14 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 ``systems/data`` they are
 
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
+``SYSTEM/moe/FRAMEWORK/VERSION/wideep_...``             the same in kernels of a server that dispatches (``KERNELS``)
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
 ``SYSTEM/comm/FRAMEWORK/VERSION/...``                   dispatch and combine by DeepEP (``BACKENDS``)
 
-A device is named ``table:SYSTEM/FRAMEWORK/VERSION``: a file of data/devices/ with the times of experts of one shape,
-dtype and EP size in it (``expert_rows``). One that was not measured is refused, with a list of those that were. Links
-are named ``table:SYSTEM/nccl/VERSION``, an exchange ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``exchanges``).
+A device is named ``table:SYSTEM/FRAMEWORK/VERSION``, or with such kernels ``.../VERSION/KERNELS``: a file of
+data/devices/ with the times of experts of one shape, dtype and EP size in it (``expert_rows``). One that was not
+measured is refused, with a list of those that were. Links are named ``table:SYSTEM/nccl/VERSION``, an exchange
+``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``exchanges``).
 
 Nothing is kept beyond the process. No row of theirs is part of this repository but where a file says so.
 """
@@ -48,6 +50,14 @@ BACKENDS: dict[str, dict[str, tuple[str, Copies]]] = {
         "deepep_v2_context": (A2A, "rank"),
         "deepep_v2_generation": (A2A, "rank"),
     },
+}
+# Experts by framework and name, as ``BACKENDS`` name the exchanges that they stand behind.
+KERNELS: dict[str, dict[str, str]] = {
+    "sglang": {
+        "deepep_normal": "wideep_context_moe_perf.parquet",
+        "deepep_ll": "wideep_generation_moe_perf.parquet",
+    },
+    "trtllm": {"wideep": "wideep_moe_perf.parquet", "wideep_288": "wideep_moe_perf.parquet"},
 }
 # What a token is sent as, by ``layer.dtype``; a key of ``SENT_BYTES``. All else comes and goes in bfloat16.
 _SENT = {"fp8": "fp8", "fp8_block": "fp8", "w4a8_mxfp4_mxfp8": "fp8", "nvfp4": "nvfp4"}
@@ -101,16 +111,20 @@ def choose(what: str, name: str, names: Sequence[str]) -> None:
         raise UserError(f"expected a {what} of {listed}; got {brief(name)}{did_you_mean(name, names)}")
 
 
-def _exchanges(folder: Path) -> dict[str, list[str]]:
-    """Versions of a framework that have exchanges, each with their names."""
-    known = BACKENDS.get(folder.name, {})
-    found = {
-        version: [
-            backend for backend, (file, _) in known.items() if backend in _names(folder / version / file, backend)
-        ]
-        for version in folders(folder)
-    }
-    return {version: backends for version, backends in found.items() if backends}
+def _parts(folder: Path, kind: str) -> dict[str, list[str]]:
+    """Versions of a framework that have rows of a kind, each with what may follow it in a name; "" = nothing."""
+    found = {}
+    for version in folders(folder):
+        at = folder / version
+        if kind == "comm" and folder.name == "nccl":
+            found[version] = [""]
+        elif kind == "comm":
+            known = BACKENDS.get(folder.name, {})
+            found[version] = [name for name, (file, _) in known.items() if name in _names(at / file, name)]
+        else:
+            known = {"": MOE, **KERNELS.get(folder.name, {})}
+            found[version] = [name for name, file in known.items() if (at / file).is_file()]
+    return {version: names for version, names in found.items() if names}
 
 
 @cache
@@ -124,7 +138,12 @@ def _names(file: Path, backend: str) -> set[str]:
 
 
 class Tables(NamedTuple):
-    """The file of one framework's version on one system; ``kind`` is ``moe`` or ``comm``, ``backend`` an exchange's."""
+    """The file of one framework's version on one system.
+
+    Attributes:
+        kind: ``moe`` or ``comm``.
+        backend: of ``BACKENDS`` or ``KERNELS``; "" = NCCL's, or ``moe_perf``.
+    """
 
     system: str
     framework: str
@@ -134,28 +153,25 @@ class Tables(NamedTuple):
 
     @classmethod
     def named(cls, name: str, kind: str) -> Tables:
-        """Find ``table:SYSTEM/FRAMEWORK/VERSION``, and of an exchange ``/BACKEND``, among the files of a kind.
+        """Find ``table:SYSTEM/FRAMEWORK/VERSION``, with ``/BACKEND`` where there is one, among the files of a kind.
 
         Raises:
             UserError: one line that lists what there is at the first part that is not known.
         """
-        limit = 2 if kind == "moe" else 3
-        system, framework, version, backend = [*name.removeprefix(PREFIX).split("/", limit), "", "", ""][:4]
+        system, framework, version, backend = [*name.removeprefix(PREFIX).split("/", 3), "", "", ""][:4]
         data = root() / "data"
         choose("system", system, [known for known in folders(data) if folders(data / known / kind)])
         frameworks = folders(data / system / kind)
         if kind == "comm":
-            frameworks = [known for known in frameworks if known == "nccl" or _exchanges(data / system / kind / known)]
+            frameworks = [known for known in frameworks if _parts(data / system / kind / known, kind)]
         choose("framework", framework, frameworks)
-        folder = data / system / kind / framework
-        versions = (
-            _exchanges(folder) if kind == "comm" and framework != "nccl" else {one: [] for one in folders(folder)}
-        )
-        choose(f"version of {framework}", version, list(versions))
-        if versions[version]:
-            choose(f"kind of exchange of {framework} {version}", backend, versions[version])
-        elif backend:
-            raise UserError(f"expected {PREFIX}{system}/{framework}/{version}; got {brief(name)}")
+        parts = _parts(data / system / kind / framework, kind)
+        choose(f"version of {framework}", version, list(parts))
+        if backend not in parts[version]:
+            if parts[version] == [""]:
+                raise UserError(f"expected {PREFIX}{system}/{framework}/{version}; got {brief(name)}")
+            what = "exchange" if kind == "comm" else "experts"
+            choose(f"kind of {what} of {framework} {version}", backend, [*filter(None, parts[version])])
         return cls(system, framework, version, kind, backend)
 
     @property
@@ -165,7 +181,13 @@ class Tables(NamedTuple):
     @property
     def file(self) -> str:
         """Below ``systems/data``."""
-        file = MOE if self.kind == "moe" else BACKENDS[self.framework][self.backend][0] if self.backend else NCCL
+        file = MOE if self.kind == "moe" else NCCL
+        if self.backend:
+            file = (
+                KERNELS[self.framework][self.backend]
+                if self.kind == "moe"
+                else BACKENDS[self.framework][self.backend][0]
+            )
         return "/".join([self.system, self.kind, self.framework, self.version, file])
 
     @property

@@ -29,14 +29,11 @@ from moe_ep_bench.bench.virtual import Emulation, modelled_times
 from moe_ep_bench.config.files import experiments_of, override
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.tables import root
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.schema import TOTAL
 
 FILE = Path(__file__).with_suffix(".yaml")
 FITTED, LIKE = "h100-sxm-te", "h100-sxm"
-# GEMM tables of aiconfigurator-core of which fp8 in blocks is compared with bfloat16, and the sizes.
-GEMMS, ROWS, LEAST_SIDE = ("trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"), (4096, 16_384), 2048
 
 Row = dict[str, Any]
 
@@ -93,7 +90,7 @@ def errors(rows: pd.DataFrame) -> pd.DataFrame:
 def fitted() -> Iterator[str]:
     """Two figures of ``h100-sxm-te`` by two rows, which they meet: a factor on shares of arithmetic, and permutation's.
 
-    A layer's time is linear in the inverse of both, so that three points settle them. What fp8 gains comes from tables.
+    A layer's time is linear in the inverse of both, so that three points settle them.
     """
     stated = parse_yaml(FILE.read_text())
     rows = [row for row in stated["rows"] if row.get("fitted")]
@@ -112,16 +109,6 @@ def fitted() -> Iterator[str]:
     device = made(*1 + np.linalg.solve(slopes, [row["published"] for row in rows] - base))
     yield f"permute_efficiency: {device.permute_efficiency:.3g}\narithmetic_efficiency:"
     yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency.root)
-    gains = [fp8_gain("h100_sxm", framework) for framework in GEMMS]
-    yield f"fp8_speed: {np.median(gains):.3g}    # {', '.join(f'{gain:.2f}' for gain in gains)} of {', '.join(GEMMS)}"
-
-
-def fp8_gain(system: str, framework: str) -> float:
-    """By how much GEMMs of fp8 in blocks are faster than bfloat16's: median over shapes of many rows."""
-    rows = pd.read_parquet(root() / "data" / system / "gemm" / framework / "gemm_perf.parquet")
-    rows = rows[rows["m"].between(*ROWS) & (rows[["n", "k"]] >= LEAST_SIDE).all(axis=1)]
-    times = rows.groupby(["m", "n", "k", "gemm_dtype"])["latency"].min().unstack()
-    return float((times["bfloat16"] / times["fp8_block"]).median())
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from moe_ep_bench.cost_model.expert_rows import (
 )
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.tables import Tables, load_links, package_words, read_nccl
+from moe_ep_bench.cost_model.tables import Tables, load_links, package_words, read_nccl, root
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.synthetic import quotas
 
@@ -57,6 +57,9 @@ LINKS = {
     "b200-nvlink5": "table:b200_sxm/nccl/2.29.2",
     "gb200-nvl72": "table:gb200/nccl/2.29.2",
 }
+# GEMMs whose gain over bfloat16 is taken: by systems that have fp8, frameworks, dtypes, rows, and the least side.
+WITH_FP8, GEMMS = ("h100_sxm", "h200_sxm", "b200_sxm", "gb200"), ("trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14")
+GEMM_DTYPES, GEMM_ROWS, LEAST_SIDE = {"fp8", "fp8_block", "nvfp4"}, (4096, 16_384), 2048
 LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:h100_sxm/sglang/0.5.14")
 # Kernels of servers that dispatch, and tokens at which those are held whose loads have to be planned.
 KERNELS = (
@@ -150,6 +153,18 @@ def as_yaml(device: Device) -> Iterator[str]:
     yield f"overhead_us: {device.overhead_us:.3g}\nmemory_efficiency: {device.memory_efficiency:.3g}"
     yield "arithmetic_efficiency:"
     yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency.root)
+
+
+def gemm_speeds(system: str) -> dict[str, float]:
+    """Bfloat16's time over a dtype's, of GEMMs of ``GEMM_ROWS``: the middle framework's median over shapes."""
+    gains: dict[str, list[float]] = {}
+    for framework in GEMMS:
+        rows = pd.read_parquet(root() / "data" / system / "gemm" / framework / "gemm_perf.parquet")
+        rows = rows[rows["m"].between(*GEMM_ROWS) & (rows[["n", "k"]] >= LEAST_SIDE).all(axis=1)]
+        times = rows.groupby(["m", "n", "k", "gemm_dtype"])["latency"].min().unstack()
+        for dtype in GEMM_DTYPES & set(times):
+            gains.setdefault(dtype, []).append(float((times["bfloat16"] / times[dtype]).median()))
+    return {dtype: float(np.median(of_dtype)) for dtype, of_dtype in sorted(gains.items())}
 
 
 def fit_device(device: Device, rows: pd.DataFrame) -> Device:
@@ -364,6 +379,8 @@ def fitted() -> Iterator[str]:
         device = fit_device(like, rows)
         yield f"# {name}"
         yield from as_yaml(device)
+        if system in WITH_FP8:
+            yield f"speeds: {{{', '.join(f'{dtype}: {gain:.3g}' for dtype, gain in gemm_speeds(system).items())}}}"
         errors = rows.assign(predicted=predicted_us(device, rows), measured=rows["us"])
         yield "\n".join(f"# {line}" for line in errors_of(errors, ["framework", "held"]).to_string().splitlines())
     for name, table in LINKS.items():

@@ -103,13 +103,14 @@ def test_transformer_engines_experts_take_their_gemms_and_the_passes_between_the
 
 
 def test_transformer_engine_sends_rows_as_they_are_and_fp8_has_the_devices_speed() -> None:
-    plain, te = device(), device(experts_as="te", fp8_speed=1.5, fp8_basis="measured elsewhere")
+    plain, te = device(), device(experts_as="te", speeds={"fp8_block": 1.5}, speeds_basis="measured elsewhere")
     assert plain.precision("fp8_block") == PRECISIONS["fp8_block"]
     cast = te.precision("fp8_block")
     assert (cast.sent_bytes, cast.speed, cast.weight_bytes) == (2, 1.5, PRECISIONS["fp8_block"].weight_bytes)
     assert te.precision("bfloat16") == PRECISIONS["bfloat16"]
-    with pytest.raises(ValueError, match="fp8_speed, fp8_basis: expected both or neither"):
-        device(fp8_speed=1.5)
+    assert te.precision("fp8_block", "nvfp4").sent_bytes == 0.5 + 1 / 16, "unless a config says what is sent"
+    with pytest.raises(ValueError, match="speeds, speeds_basis: expected both or neither"):
+        device(speeds={"fp8_block": 1.5})
 
 
 def test_routing_takes_a_time_per_score_and_permutation_its_share_of_the_bandwidth() -> None:
@@ -237,8 +238,11 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
     known = Device.load(name)
     bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis") and value}
     experts = ["arithmetic_basis", "memory_basis", "overhead_basis"]
-    fitted = ["permute_basis", "fp8_basis"] if name == "h100-sxm-te" else []  # to others' layers and GEMMs
-    experts = [key for key in bases if key in (*experts, *fitted)]
+    if known.speeds and not name.endswith("measured"):
+        experts = [*experts, "speeds_basis"]  # of others' GEMMs
+    if name == "h100-sxm-te":
+        experts = [*experts, "permute_basis"]  # fitted to others' layers
+    experts = [key for key in bases if key in experts]
     measured = [key for key in bases if key not in experts or name.endswith("measured")]
     assert [key for key, basis in bases.items() if basis == "measured"] == (
         measured if name.startswith(MEASURED) else []

@@ -29,6 +29,7 @@ DEEPSEEK_V3 = {
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "tie_word_embeddings": False, "attention_bias": False, "ep_size": 1,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
 QWEN3 = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
@@ -191,6 +192,39 @@ def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     most = held(model, 8, 4096, load=99)
     assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"
     assert held(load_model("qwen3-235b-a22b"), 16, 1)["cache_bytes"] == 94 * 2 * 4 * 128 * 2
+
+
+def test_a_rank_holds_a_byte_for_a_weight_of_each_linear_layer_that_an_fp8_checkpoint_quantises() -> None:
+    """Of DeepSeek-V3: all but embedding, output, gates, norms and selection biases, counted one by one."""
+    model, plain = load_model("deepseek-v3"), load_model("qwen3-235b-a22b")
+    projections = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    linear = 61 * projections + 3 * 3 * 7168 * 18432 + 58 * 3 * 7168 * 2048
+    assert model.linear_parameters() == linear
+    assert model.linear_parameters(4) == 4 * projections + 3 * 3 * 7168 * 18432 + 3 * 7168 * 2048
+    whole = Served(model, "fp8", 2, 1, lambda num_ranks: num_ranks, 3, 0, lambda _: 1, 1.0)
+    bfloat16 = whole._replace(linear_value_bytes=None)
+    saved = bfloat16.footprint(8, 8)["other_weight_bytes"] - whole.footprint(8, 8)["other_weight_bytes"]
+    assert saved == linear
+    assert (model.quantized, plain.quantized) == ("all_linear", "experts")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({"quant_method": "fp8"}, "all_linear"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["gate", "lm_head", "model.layers.0.mlp.gate"]},
+            "all_linear",
+        ),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]}, "experts"),
+        ({"quant_method": "mxfp4"}, "experts"),
+        (None, "experts"),
+        ("fp8", "experts"),
+    ],
+)
+def test_a_config_json_says_what_its_checkpoint_quantises(tmp_path: Path, quantization: Any, expected: str) -> None:
+    values = changed("deepseek-v3", quantization_config=quantization)
+    assert load_model(str(written(tmp_path, values))).quantized == expected
 
 
 def deployment(folder: Path, model: dict[str, Any], device_bytes: float = 80e9, **keys: Any) -> Fit:

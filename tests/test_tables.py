@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from tables import DEVICES, experts_rows, fullest_ranks, predicted_us
+from tables import DEVICES, WITH_FP8, experts_rows, fullest_ranks, gemm_speeds, predicted_us
 
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
@@ -325,3 +325,11 @@ def test_built_in_links_are_the_tables(name: str, table: str) -> None:
 def test_a_system_without_a_device_file_is_refused_with_those_that_have_one() -> None:
     with pytest.raises(ValueError, match=r"expected a system with a file of data/devices/ of a100_sxm, .*; got 'l40s'"):
         load_device_of_layer("table:l40s/vllm/0.24.0", model(), 8, "bfloat16")
+
+
+@needs_package
+@pytest.mark.parametrize("system", WITH_FP8)
+def test_what_gemms_gain_by_smaller_values_is_what_device_files_state(system: str) -> None:
+    (name,) = (name for name, (of, _) in DEVICES.items() if of == system)
+    stated = {dtype: float(f"{gain:.3g}") for dtype, gain in gemm_speeds(system).items()}
+    assert Device.named(name).speeds == stated

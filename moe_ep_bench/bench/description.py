@@ -16,7 +16,7 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.config import Experiment, SyntheticConfig
-from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.devices import FP8, PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import (
@@ -240,6 +240,7 @@ def served(experiment: Experiment) -> Served:
         workload.request_tokens,
         experiment.whole.context_length,
         partial(_rank_load, experiment, model.num_experts),
+        precision.weight_bytes if model.quantized == "all_linear" and experiment.layer.dtype in FP8 else None,
     )
 
 

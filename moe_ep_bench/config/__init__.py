@@ -246,7 +246,7 @@ class RecordedConfig(_Workload):
 
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] = "bfloat16"
-    """Type of weights and activations; below 16 bits of experts alone, by a table."""
+    """Type of weights and activations; below 16 bits by a table."""
     dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
     """What ``emulate`` sends to experts; null = as dtype."""
     ep_size: int | None = Field(None, ge=1, le=MOST)

@@ -64,6 +64,8 @@ PRECISIONS = {
 }
 # ``layer.dispatch_dtype``: bytes of a value of hidden states on their way to experts, scales included.
 SENT_BYTES = {"bfloat16": 2.0, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+# Of these the linear layers beside routed experts may be too (``ModelSpec.quantized``).
+FP8 = ("fp8", "fp8_block")
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
 
@@ -118,10 +120,10 @@ class Device(Preset):
     """Whose kernels compute experts (see the module)."""
     dtypes: tuple[Literal[(*PRECISIONS,)], ...] = RUN_DTYPES
     """``layer.dtype`` that the roofline's figures are of; tables have their own."""
-    fp8_speed: PositiveFloat | None = None
-    """How much faster than in bfloat16 GEMMs of fp8 in blocks are; null = as the data sheet has it."""
-    fp8_basis: Basis | None = None
-    """What it rests on; stated where it is."""
+    speeds: dict[Literal[(*PRECISIONS,)], PositiveFloat] = Field({})
+    """How much faster than in bfloat16 GEMMs of a dtype are; of others as the data sheet has it (``PRECISIONS``)."""
+    speeds_basis: Basis | None = None
+    """What they rest on; stated where they are."""
     permute: Literal["unfused", "fused"] = "unfused"
     """How rows are permuted (see the module)."""
     permute_efficiency: _Share
@@ -142,8 +144,8 @@ class Device(Preset):
             raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
         if (self.gate_tflops is None) != (self.gate_basis is None):
             raise UserError("gate_tflops, gate_basis: expected both or neither")
-        if (self.fp8_speed is None) != (self.fp8_basis is None):
-            raise UserError("fp8_speed, fp8_basis: expected both or neither")
+        if bool(self.speeds) != (self.speeds_basis is not None):
+            raise UserError("speeds, speeds_basis: expected both or neither")
         return self
 
     def for_policy(self, name: str, num_experts: int) -> Device:
@@ -168,9 +170,7 @@ class Device(Preset):
 
     def precision(self, dtype: str, dispatch_dtype: str | None = None) -> Precision:
         """What values of ``layer.dtype`` take here, and of ``layer.dispatch_dtype`` on their way."""
-        found = PRECISIONS[dtype]
-        if dtype == "fp8_block" and self.fp8_speed is not None:
-            found = replace(found, speed=self.fp8_speed)
+        found = replace(PRECISIONS[dtype], speed=self.speeds.get(dtype, PRECISIONS[dtype].speed))
         return (replace(found, sent_bytes=found.hidden_bytes) if self.casts_late else found).sent(dispatch_dtype)
 
     @property
@@ -201,6 +201,15 @@ class Device(Preset):
         memory_us = np.asarray(num_bytes, dtype=np.float64) / (self.reached_tbps * 1e6)
         return float(np.maximum(self.arithmetic_us(flops, rows), memory_us).sum())
 
+    def beside_experts(self, dtype: str, quantized: str) -> Precision:
+        """What attention's projections, dense and shared FFNs take in a layer of this dtype (``ModelSpec.quantized``).
+
+        Their rows come and go in ``hidden_bytes``: casting them is in reading them.
+        """
+        if quantized == "all_linear" and dtype in FP8:
+            return self.precision(dtype)
+        return Precision(PRECISIONS[dtype].hidden_bytes, PRECISIONS[dtype].hidden_bytes, PRECISIONS[dtype].hidden_bytes)
+
     def experts_us(
         self,
         hidden_size: int,
@@ -224,15 +233,22 @@ class Device(Preset):
         """
         if self.experts is not None:
             return self.experts.time_us(rows_L, num_tokens)
-        hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
-        flops_L, bytes_L, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, hidden_bytes, num_matrices)
-        bytes_L = bytes_L - (hidden_bytes - precision.weight_bytes) * weights * (rows_L > 0)
+        rows_L = np.asarray(rows_L, dtype=np.float64)
         if not (rows_L > 0).any():
             return 0.0
-        experts_us = self.overhead_us + self.work_us(flops_L / precision.speed, bytes_L, rows_L)
+        experts_us = self.overhead_us + self.ffn_us(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices)
         if self.experts_as == "te":
             experts_us += self.work_us(0, te_bytes(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices), 1)
         return experts_us
+
+    def ffn_us(
+        self, hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, precision: Precision, num_matrices: int = 3
+    ) -> float:
+        """Microseconds of FFNs by ``work_us``, whose weights may be smaller and whose arithmetic may be faster."""
+        hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
+        flops, num_bytes, rows = ffn_work(hidden_size, ffn_hidden_size, rows, hidden_bytes, num_matrices)
+        num_bytes = num_bytes - (hidden_bytes - precision.weight_bytes) * weights * (rows > 0)
+        return self.work_us(flops / precision.speed, num_bytes, rows)
 
     def gate_us(self, num_tokens: int, hidden_size: int, num_experts: int, value_bytes: int) -> float:
         """Microseconds of tokens [T, D] times weights [D, E]: the larger of the roofline and ``gate_tflops``."""
@@ -272,7 +288,8 @@ class Device(Preset):
                 " launches not counted"
             )
         gate = f" gate at {self.gate_tflops:g} TFLOP/s ({self.gate_basis});" if self.gate_tflops else ""
-        fp8 = f" fp8 in blocks {self.fp8_speed:g} times as fast ({self.fp8_basis});" if self.fp8_speed else ""
+        speeds = ", ".join(f"{dtype} {speed:g}" for dtype, speed in self.speeds.items())
+        speeds = f" GEMMs of {speeds} times as fast ({self.speeds_basis});" if speeds else ""
         experts = " Transformer Engine's passes between GEMMs (modelled);" if self.experts_as == "te" else ""
         source = "modelled by"
         if self.experts is not None:
@@ -281,7 +298,7 @@ class Device(Preset):
             f"{source} devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
-            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{fp8}{experts}{gate}"
+            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{speeds}{experts}{gate}"
             f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
             f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
             f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer,"

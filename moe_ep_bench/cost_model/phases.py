@@ -52,6 +52,10 @@ dense      roofline of a gated FFN on T rows
 rest       norms, 2 T D b bytes each, and residual additions, 3 T D b each: two of both in a layer, and the last norm
 output     roofline of the output layer on P rows, a prompt's or request's last token each: its weights are read once
 
+*In fp8.* Where the checkpoint quantises all linear layers (``ModelSpec.quantized``), projections, dense and shared FFNs
+read weights of the dtype's bytes and multiply at its speed; b stays of rows, which are cast as they are read. Output,
+gate, norms and core attention stay in bfloat16.
+
 *Core attention at prefill.* Two GEMMs over each prompt's causal half, S^2 / 2 pairs of tokens: H S^2 (Q + V)
 operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one,
 from a cache as engines keep it. Grouped queries: keys, with their positions, and values of G heads are read once,
@@ -83,7 +87,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.devices import PRECISIONS, Device, Precision, ffn_work
+from moe_ep_bench.cost_model.devices import Device, Precision
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
@@ -158,7 +162,8 @@ def layer_segments(
         W, F, work.received_L, precision, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
     )
     num_shared, is_own = (T, True) if work.num_shared is None else (work.num_shared, False)
-    shared_us = device.work_us(*ffn_work(D, S, num_shared, b, model.expert_matrices))
+    beside = device.beside_experts(dtype, model.quantized)
+    shared_us = device.ffn_us(D, S, num_shared, beside, model.expert_matrices)
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),
@@ -277,14 +282,16 @@ class _Outside(NamedTuple):
 
 
 def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
-    T, D, b = sum(work.lengths) / work.num_parts, model.hidden_size, PRECISIONS[dtype].hidden_bytes
+    linear = device.beside_experts(dtype, model.quantized)
+    whole = device.beside_experts(dtype, "experts")
+    T, D, b = sum(work.lengths) / work.num_parts, model.hidden_size, linear.hidden_bytes
     assert model.attention is not None
     assert model.vocab_size is not None
 
-    def gemm_us(rows: float, takes: int, gives: int, heads: int = 1) -> float:
+    def gemm_us(rows: float, takes: int, gives: int, heads: int = 1, precision: Precision = linear) -> float:
         """Of ``heads`` GEMMs at once."""
-        num_bytes = heads * b * (takes * gives + rows * (takes + gives))
-        return device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows) if rows else 0.0
+        num_bytes = heads * (precision.weight_bytes * takes * gives + b * rows * (takes + gives))
+        return device.work_us(2.0 * heads * rows * takes * gives / precision.speed, num_bytes, rows) if rows else 0.0
 
     def moved_us(num_bytes: float) -> float:
         return device.work_us(0, num_bytes, 1)
@@ -306,6 +313,6 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
         norm=norm_us,
         layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
         attention=attention_us,
-        dense=device.work_us(*ffn_work(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, b)),
-        output=gemm_us(T if decodes else len(work.lengths) / work.num_parts, D, model.vocab_size),
+        dense=device.ffn_us(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, linear),
+        output=gemm_us(T if decodes else len(work.lengths) / work.num_parts, D, model.vocab_size, precision=whole),
     )

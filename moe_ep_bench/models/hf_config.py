@@ -156,6 +156,7 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         "listed_moe_layers": None if is_leading else tuple(layers),
         "shared_ffn_hidden_size": values.shared_ffn_hidden_size or values.num_shared * values.ffn_hidden_size,
         "activation": "swiglu" if values.hidden_act in ("silu", "swiglu") else "other_gated",
+        "quantized": _quantized(stated),
         "num_hash_layers": min(values.num_hash_layers, values.num_layers),
         "attention": _attention(family.attention, values),
         "num_groups": values.num_groups if scored else None,
@@ -217,6 +218,16 @@ def _attention(kind: str, values: SimpleNamespace) -> dict[str, Any] | None:
         "qk_norm": values.qk_norm if values.has_qk_norm else "none",
         "sinks": values.sinks,
     }
+
+
+def _quantized(stated: Mapping[str, Any]) -> str:
+    """fp8 checkpoints quantise all linear layers, but for those whose modules they name; others their experts."""
+    how = stated.get("quantization_config")
+    if not isinstance(how, dict) or how.get("quant_method") != "fp8":
+        return "experts"
+    kept = how.get("modules_to_not_convert") or how.get("ignored_layers") or []
+    keeps_attention = any(str(name).endswith(("attn", "attention", "o_proj")) for name in kept)
+    return "experts" if keeps_attention else "all_linear"
 
 
 def _by_blocks(stated: dict[str, Any]) -> dict[str, Any]:

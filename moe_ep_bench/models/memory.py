@@ -72,7 +72,8 @@ class Served(NamedTuple):
 
     Attributes:
         dtype: of weights and activations.
-        value_bytes: of a weight, and of a cached value; ``expert_value_bytes`` of an expert's weight, scales included.
+        value_bytes: of a weight, and of a cached value; ``expert_value_bytes`` of an expert's weight, scales included;
+            ``linear_value_bytes`` of other linear layers' (``ModelSpec.quantized``).
         total_tokens: tokens of a batch, by the number of ranks.
         request_tokens: of a batch; None = whole prompts.
         context_length: tokens of each request that came before the batch.
@@ -87,6 +88,7 @@ class Served(NamedTuple):
     request_tokens: int | None
     context_length: int
     rank_load: Callable[[int], float | None]
+    linear_value_bytes: float | None = None
 
     def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
         """Bytes on each of ``num_ranks`` ranks, by the names of ``Fit``.
@@ -95,18 +97,20 @@ class Served(NamedTuple):
             num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
         """
         model = self.model
+        linear_bytes = self.value_bytes if self.linear_value_bytes is None else self.linear_value_bytes
         tokens = -(-self.total_tokens(num_ranks) // num_ranks)
         # Pairs of the fullest rank: permuted twice, and inside the FFN.
         pairs = int(tokens * model.top_k * min(self.rank_load(ep_size) or USUAL_LOAD, ep_size))
         rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
         if num_layers == 0:
             num_moe, cached = 1, 0
-            others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
-            others += model.latent_parameters
+            linear = model.expert_matrices * model.hidden_size * model.shared_ffn_hidden_size
+            others = model.hidden_size * model.num_experts + linear + model.latent_parameters
         else:
             num_layers = num_layers or model.num_layers
             num_moe = sum(layer < num_layers for layer in model.moe_layers)
             others = model.other_parameters(num_layers) or 0
+            linear = min(model.linear_parameters(num_layers), others)
             requests = -(-tokens // self.request_tokens) if self.request_tokens else 0
             cached_tokens = tokens + requests * self.context_length
             cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
@@ -114,7 +118,7 @@ class Served(NamedTuple):
             "expert_bytes": round(
                 model.num_experts // ep_size * model.expert_parameters * num_moe * self.expert_value_bytes
             ),
-            "other_weight_bytes": others * self.value_bytes,
+            "other_weight_bytes": (others - linear) * self.value_bytes + round(linear * linear_bytes),
             "cache_bytes": cached * self.value_bytes,
             "row_bytes": rows * self.value_bytes,
         }

@@ -176,6 +176,9 @@ class ModelSpec(Preset):
     """Combine weights multiply what an expert takes, not what it gives."""
     routed_scale: PositiveFloat = 1.0
     """Factor on the combine weights (routed_scaling_factor)."""
+    quantized: Literal["experts", "all_linear"] = "experts"
+    """What the checkpoint has in fp8 where it is in fp8: routed experts, or attention's projections, dense and shared
+    FFNs too. Embedding, output, gate, norms and core attention are never; 4-bit checkpoints have experts alone."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
     tensor_parallel: Size = 1
@@ -259,6 +262,15 @@ class ModelSpec(Preset):
     def latent_parameters(self) -> int:
         """Weights of a layer's projections into and out of ``latent_size``."""
         return 2 * self.hidden_size * (self.latent_size or 0)
+
+    def linear_parameters(self, num_layers: int | None = None) -> int:
+        """Weights of attention's projections, dense and shared FFNs of the first ``num_layers`` (None = all)."""
+        num_layers = self.num_layers if num_layers is None else num_layers
+        num_moe = sum(layer < num_layers for layer in self.moe_layers)
+        attention = 0 if self.attention is None else _weights(self.attention.form(self.hidden_size))
+        shared = self.expert_matrices * self.hidden_size * self.shared_ffn_hidden_size
+        dense = 3 * self.hidden_size * self.dense_ffn_hidden_size
+        return num_layers * attention + num_moe * shared + (num_layers - num_moe) * dense
 
     def other_parameters(self, num_layers: int | None = None) -> int | None:
         """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.

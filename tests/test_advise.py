@@ -327,7 +327,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["model"] == {"preset": "qwen3-30b-a3b"}
     assert config["layer"] == {"ep_size": 8}
     assert config["workload"]["num_tokens"] == 16384
-    assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5]}
+    assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "emulate.overlap": ["none", "two_batch"]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
     others = [{"balancer": "lp"}, {"plan": "variance"}]
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **other} for other in ({}, *others)]
@@ -381,7 +381,11 @@ def test_counted_experts_are_asked_about_in_all_their_layers(tmp_path: Path) -> 
         asked(*OLMOE, 64, "--trace", counts)
     question = asked(*OLMOE, 64, "--set", f"workload.skew_from={counts}", "--set", "workload.layer=all")
     experiments = experiments_of(question)
-    assert [one.workload.layer for one in experiments] == [0, 1, 2]
+    of_overlap = {
+        overlap: [one.workload.layer for one in experiments if one.emulate.overlap == overlap]
+        for overlap in ("none", "two_batch")
+    }
+    assert of_overlap == {"none": [0, 1, 2], "two_batch": [0, 1, 2]}
     assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
     assert {one.workload.num_batches for one in experiments} == {4}
 
@@ -446,7 +450,10 @@ def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None
     first = experiments_of(question)[0]
     assert (first.layer.dtype, first.workload.peak_load, first.emulate.bandwidth_scale) == ("float32", 3, 0.5)
     assert (first.emulate.device, first.emulate.links) == ("h20", "h20-nvlink4")
-    assert list(yaml.safe_load(question.text)["sweep"]) == ["workload.seed"]
+    assert list(yaml.safe_load(question.text)["sweep"]) == ["workload.seed", "emulate.overlap"]
+    for words in ("emulate.overlap=shared", "sweep.emulate.overlap=[shared, none]"):
+        overlap = {one.emulate.overlap for one in experiments_of(asked(*QWEN, "--set", words))}
+        assert "two_batch" not in overlap, "who says which is asked that alone"
     swept = asked(ROOT / "configs/quickstart.yaml", "--set", "sweep.emulate.device=[measured, h20, h100-sxm]")
     assert yaml.safe_load(swept.text)["sweep"]["emulate.device"] == ["h20", "h100-sxm"], "nothing is measured"
     few = asked(ROOT / "configs/quickstart.yaml", "--set", "workload.num_batches=4")
@@ -536,6 +543,25 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()} == written
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_an_answer_asks_both_overlaps_and_tells_them_apart_where_the_pick_differs(same: bool, tmp_path: Path) -> None:
+    made = [
+        comparison_of(
+            drop(1.5, 1.3, 0.05, 0.97),
+            drop(2.0, other, 0.02, 0.96),
+            comparison_id=overlap,
+            facts={"point": {"emulate.overlap": overlap}, "overlap": overlap, **MODELLED},
+        )
+        for overlap, other in (("none", 1.1), ("two_batch", 1.2 if same else 1.5))
+    ]
+    text = advice_text(load_timed(write_run(tmp_path / "both", made, "emulated")), BOUNDS)
+    assert text.count("Use token_drop") == (1 if same else 2)
+    assert ("With two micro-batches that overlap the pick is the same: 1.300 times as fast as native" in text) == same
+    assert ("At overlap two_batch: Use token_drop gamma 2: " in text) != same
+    assert text.count("\ncandidate") == (1 if same else 2)
+    assert "no overlap / two micro-batches that overlap." in text
+
+
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
     text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
@@ -548,11 +574,12 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     readme = (ROOT / "README.md").read_text()
     config = tmp_path / "mine.yaml"
     config.write_text(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
-    assert main(["advise", str(config), "--out", str(tmp_path / "out")]) == OK
+    alone = ["--set", "emulate.overlap=none"]  # Half of the command's work, and its first answer.
+    assert main(["advise", str(config), "--out", str(tmp_path / "out"), *alone]) == OK
     use, costs = capsys.readouterr().out.splitlines()[:2]
     said = " ".join(readme.split())
     gain, least, most = re.search(
-        r"^Use variance plan.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
+        r"Use variance plan.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
     ).groups()
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ from moe_ep_bench.analysis.notes import (
 )
 from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
 from moe_ep_bench.analysis.store import ITERATION, Store
-from moe_ep_bench.bench.question import Bounds, Question
+from moe_ep_bench.bench.question import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
+from moe_ep_bench.facts import OVERLAP_WORDS
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
@@ -108,16 +110,51 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
     rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
     natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id")
     blocks, tables = [], []
-    for name, facts in about.iterrows():
-        own = rows[rows["comparison_id"] == name]
-        where = (point_words(json.loads(facts["point"])) or facts["title"]) if len(about) > 1 else ""
-        answer = "\n".join(_answer(own, facts, natives.loc[name]))
-        blocks.append(f"At {where}: {answer}" if where else answer)
-        tables += [_table(own, where and f"at {where}")] if len(own) else []
+    several = sum(1 for _ in _alike_but_for_overlap(about)) > 1
+    for names in _alike_but_for_overlap(about):
+        own = {name: rows[rows["comparison_id"] == name] for name in names}
+        first, *others = names
+        differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
+        for name in (first, *differ):
+            point = json.loads(about.loc[name, "point"])
+            overlap = point.pop(OVERLAP, None) if not differ else None
+            where = (point_words(point) or about.loc[name, "title"]) if several or differ else ""
+            lines = _answer(own[name], about.loc[name], natives.loc[name])
+            if overlap is not None:
+                lines += [_also(own[other], about.loc[other], natives.loc[other]) for other in others]
+            answer = "\n".join(lines)
+            blocks.append(f"At {where}: {answer}" if where else answer)
+            tables += [_table(own[name], where and f"at {where}")] if len(own[name]) else []
     how = modelled_line(one.facts for one in store.comparisons)
     blocks[-1] += f"\n{_for(about, bounds)}{how and ' '}{how}"
     notes = "\n".join(f"  {note}" for note in _notes(store, rows, about, natives, question))
     return "\n\n".join([*blocks, *([render(tables, "text")] if tables else []), notes])
+
+
+def _alike_but_for_overlap(about: pd.DataFrame) -> Iterator[list[str]]:
+    """Comparisons that ask of the same point with one overlap and another, by id."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, facts in about.iterrows():
+        point = {key: value for key, value in json.loads(facts["point"]).items() if key != OVERLAP}
+        alike.setdefault((facts["facts"]["title"], json.dumps(point)), []).append(name)
+    yield from alike.values()
+
+
+def _pick_of(rows: pd.DataFrame) -> str | None:
+    """What is picked; None = native stays."""
+    return next(iter(rows.loc[rows["is_pick"], "label"]), None)
+
+
+def _also(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> str:
+    """That another overlap has the same pick, in one sentence."""
+    words = f"With {OVERLAP_WORDS[about['facts']['overlap']]}"
+    if missing(native["median_ms"]):
+        return f"{words} nothing was modelled."
+    if not rows["is_pick"].any():
+        return f"{words} the answer is the same: native takes {milliseconds(native['median_ms'])} ms."
+    pick = rows[rows["is_pick"]].iloc[0]
+    taken = _taken(pick["median_ms"], native["median_ms"])
+    return f"{words} the pick is the same: {pick['speedup_median']:.3f} times as fast as native, {taken}."
 
 
 def write_answer(question: Question, bounds: Bounds) -> str:
@@ -202,7 +239,9 @@ def _taken(ours_ms: float, native_ms: float) -> str:
 
 def _for(about: pd.DataFrame, bounds: Bounds) -> str:
     """For what the answer holds: model, sizes, traffic, device and links, and the bounds; one line."""
-    parts = [said_once(about[name]) for name in ("title", "ran_on", "links_words")]
+    swept = set().union(*map(json.loads, about["point"]))
+    titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
+    parts = [said_once(titles), *(said_once(about[name]) for name in ("ran_on", "links_words"))]
     lost = 100 * (1 - bounds.min_retained)
     limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []

@@ -20,7 +20,7 @@ from typing import Any
 from moe_ep_bench.bench.comparison import Comparison, is_drawn
 from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
-from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device
 from moe_ep_bench.errors import UserError, naming
@@ -35,6 +35,8 @@ _KEYS = {"ep": "layer.ep_size", "peak_load": "workload.peak_load", "trace": "wor
 _FLAGS = ("model", "tokens", "decode_tokens", *_KEYS)
 # What ``advise`` decides by itself, whatever a config says.
 _OWN = ("policies", "claims", "measure", "figures", "layer.cuda_graph", "emulate.replication", "emulate.rebalance")
+# Asked both ways where nobody says.
+OVERLAP = "emulate.overlap"
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128
@@ -146,6 +148,8 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
         sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
     fewest = _BATCHES if options.config else max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined))
     raw["workload"]["num_batches"] = max(raw["workload"].get("num_batches", 0), fewest)
+    if OVERLAP not in sweep and "overlap" not in raw["emulate"] and any(map(_may_overlap, asked)):
+        sweep = {**sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     comparisons = plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)
     fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
@@ -271,6 +275,14 @@ def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
     if isinstance(workload, RecordedConfig):
         return True
     return any([workload.skew, workload.skew_from, workload.peak_load, workload.balanced])
+
+
+def _may_overlap(experiment: Experiment) -> bool:
+    """Ranks exchange rows, of a batch that has halves, on a device that says what an exchange holds of it."""
+    device = DEVICE if experiment.emulate.device == MEASURED else experiment.emulate.device
+    halves = experiment.workload.total_tokens(experiment.virtual_ranks) >= 2 * experiment.virtual_ranks > 2
+    with naming("emulate.device"):
+        return halves and load_device(device).num_sms is not None
 
 
 def _is_drawn(experiment: Experiment) -> bool:

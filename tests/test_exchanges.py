@@ -26,7 +26,7 @@ from moe_ep_bench.cost_model.tables import (
     package_words,
     root,
 )
-from moe_ep_bench.errors import OK, UserError
+from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -190,6 +190,72 @@ def test_sms_are_the_fastest_rows_or_those_asked_for() -> None:
         fastest.dispatch_sms[fastest.dispatch.root.index(next(p for p in fastest.dispatch.root if p[0] == 4096))] == 24
     )
     assert (np.diff([few.dispatch.at(4096), fastest.dispatch.at(4096)]) < 0).all()
+
+
+def test_other_dtypes_and_hidden_sizes_take_the_nearest_rows_by_bytes() -> None:
+    """By hand: SGLang's rows dispatch FP8 of 7,168 values; what is larger takes the row of as many bytes."""
+    rows = {dtype: load_links_of_layer(NORMAL, DEEPSEEK, 8, "fp8_block", None, dtype).exchange
+            for dtype in (None, "fp8", "bfloat16", "nvfp4")}  # fmt: skip
+    copies_RR = np.full((8, 8), 4096 * reached(256, 8, 8))
+    assert rows[None] == rows["fp8"]
+    assert {dtype: row.dispatch_scale for dtype, row in rows.items()} == pytest.approx(
+        {None: 1, "fp8": 1, "bfloat16": 2 / 1.03125, "nvfp4": 0.5625 / 1.03125}
+    )
+    for row in rows.values():
+        dispatch_us, combine_us = row.times_us(copies_RR)
+        assert dispatch_us[0] == pytest.approx(float(rows["fp8"].dispatch.at(4096 * row.dispatch_scale)))
+        assert combine_us.tolist() == rows["fp8"].times_us(copies_RR)[1].tolist(), "it comes back in bfloat16"
+    narrow = DEEPSEEK.model_copy(update={"hidden_size": 5120})
+    near = load_links_of_layer(NORMAL, narrow, 8, "fp8_block").exchange
+    assert (near.hidden_size, near.dispatch_scale, near.combine_scale) == pytest.approx((7168, 5 / 7, 5 / 7))
+    assert "dispatch x 0.714 by bytes (modelled); combine x 0.714 by bytes (modelled)" in near.words
+    # A table with rows of a dtype takes those; of any dtype 4,096 values are nearer to 4,096 than to 7,168.
+    of_trtllm = "table:h100_sxm/trtllm/1.3.0rc11/trtllm_deepep_ht"
+    for dtype, sent in (("nvfp4", "nvfp4"), ("bfloat16", "bfloat16")):
+        found = load_links_of_layer(of_trtllm, narrow, 8, dtype).exchange
+        assert (found.sent_as, found.dispatch_scale) == (sent, 5120 / found.hidden_size)
+
+
+def test_sms_are_those_of_the_nearest_row() -> None:
+    known = exchange("rank", dispatch_sms=(4, 8, 24), combine_sms=())
+    each = reached(16, 3, 4)
+    for tokens, sms in ((1, 4), (90, 8), (5_000, 24), (10**9, 24), (0, 4)):
+        assert known.held_sms(np.full((4, 4), tokens * each)) == (sms, None), tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": 1, "copies": "node"}, "copies: expected rank or pair on one node, got node"),
+        ({"num_ranks": 3}, "num_ranks: expected a multiple of the 2 nodes, got 3"),
+        ({"top_k": 17}, "top_k: expected at most the 16 experts, got 17"),
+        ({"dispatch_sms": (1,)}, "dispatch_sms: expected one for each of 3 points, got 1"),
+        ({"num_nodes": 0}, "num_nodes"),
+        ({"dispatch_scale": 0.0}, "dispatch_scale"),
+    ],
+)
+def test_an_exchange_of_a_file_has_sizes_that_a_layer_can_have(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line from the command, as of any file of links; so where its ranks are not those of the layer."""
+    links = yaml.safe_load(
+        (Path(root.__code__.co_filename).parents[1] / "data/links/h100-nvlink4-ndr.yaml").read_text()
+    )
+    values = {**exchange("rank", num_ranks=16, num_experts=256, top_k=8).model_dump(mode="json"), **changes}
+    ours, config = tmp_path / "links.yaml", tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**CONFIG, "emulate": {**CONFIG["emulate"], "links": str(ours)}}))
+    if "top_k" in changes:
+        values["num_experts"] = 16
+    ours.write_text(yaml.safe_dump({**links, "exchange": values}))
+    assert main(["emulate", str(config), "--dry-run"]) == USER_ERROR
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert message in said[0]
+    ours.write_text(
+        yaml.safe_dump({**links, "exchange": {**values, **exchange("rank", num_ranks=16).model_dump(mode="json")}})
+    )
+    assert main(["emulate", str(config), "--set", "layer.ep_size=32", "--dry-run"]) == USER_ERROR
+    assert "exchange.num_ranks: expected 32, got 16" in capsys.readouterr().err
 
 
 # In a layer

@@ -177,6 +177,7 @@ class TimedFacts(ComparisonFacts):
     departures: list[str]  # where the layer is simpler than the model
     links: str | None = None  # the model of what moved between ranks, where nothing did
     exchange: ExchangeFacts | None = None  # in place of all-to-alls
+    copies: Literal["pair", "rank"] = "pair"  # what modelled links carry a token once for
     dispatch_dtype: str | None = None  # what rows are sent to experts as; None = not said
     overlap: Literal["none", "shared", "two_batch"] = "none"  # of an exchange and computation, where it is modelled
     device: str | None = None  # the model of the device, where nothing was run

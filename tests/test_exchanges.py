@@ -13,10 +13,14 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.origins import modelled_line
+from moe_ep_bench.bench.checks import VIRTUAL
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import sent_copies
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.exchanges import Exchange, reached
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import (
     BACKENDS,
     Tables,
@@ -98,6 +102,58 @@ def test_uniform_copies_are_as_many_tokens_as_there_are(copies: str) -> None:
 def test_what_stays_in_a_node_does_not_cross() -> None:
     copies_RN = np.array([[9, 0], [9, 0], [0, 9], [0, 9]])
     assert exchange("node").tokens(copies_RN) == 0
+
+
+def routed_by_hand(copies_RR: np.ndarray, copies_RN: np.ndarray, size: int) -> np.ndarray:
+    """What each rank hands to each, copy by copy."""
+    num_ranks, found = len(copies_RR), np.zeros_like(copies_RR)
+    for source in range(num_ranks):
+        for node in range(copies_RN.shape[1]):
+            door = min(node * size + source % size, num_ranks - 1)
+            if node != source // size:
+                found[source, door] += copies_RN[source, node]
+            for rank in range(node * size, min((node + 1) * size, num_ranks)):
+                found[door if node != source // size else source, rank] += copies_RR[source, rank]
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(8, 8), (16, 8), (12, 4), (10, 4)])
+def test_a_copy_crosses_to_a_node_once_and_is_handed_on_there(num_ranks: int, size: int) -> None:
+    links = Links.named("h100-nvlink4-ndr").model_copy(update={"ranks_per_node": size})
+    random = np.random.default_rng(0)
+    copies_RR = random.integers(0, 9, (num_ranks, num_ranks))
+    copies_RN = random.integers(0, 9, (num_ranks, -(-num_ranks // size)))
+    routed_RR = links.routed(copies_RR, copies_RN)
+    assert (routed_RR == routed_by_hand(copies_RR, copies_RN, size)).all()
+    node_R = np.arange(num_ranks) // size
+    crossing = routed_RR[node_R[:, None] != node_R].sum()
+    assert crossing == sum(copies_RN[rank, node] for rank in range(num_ranks) for node in range(copies_RN.shape[1])
+                           if node != node_R[rank])  # fmt: skip
+    if num_ranks == size:
+        assert (routed_RR == copies_RR).all(), "on one node nothing is handed on"
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_modelled_copies_do_not_fall_with_pairs(ranks: int, tmp_path: Path) -> None:
+    """Behind built-in links too a cut of three in eight pairs spares few copies, and the answer says what is sent."""
+    path = tmp_path / "config.yaml"
+    emulate = {"links": "h20-nvlink4-ndr", "device": "h20", "copies": "rank"}
+    path.write_text(yaml.safe_dump({**CONFIG, "layer": {"ep_size": ranks}, "emulate": emulate}))
+    shares = {}
+    for copies in ("rank", "pair"):
+        out = tmp_path / copies
+        assert main(["emulate", str(path), "--set", f"emulate.copies={copies}", "--out", str(out)]) == OK
+        rows = cases(load(out)).set_index("role")
+        shares[copies] = rows.loc["policy", "comm_ms"] / rows.loc["baseline", "comm_ms"]
+        (facts,) = [one.facts for one in load(out).comparisons]
+        assert facts.copies == copies
+    assert shares["pair"] < 0.8
+    assert shares["rank"] > shares["pair"] + 0.1
+    assert "one copy per (token, rank) and (token, other node), modelled over links" in modelled_line(
+        [facts.model_copy(update={"copies": "rank"})]
+    )
+    with pytest.raises(UserError, match="copies: expected pair beside an exchange"):
+        plan(path, ["emulate.links=" + NORMAL, "layer.ep_size=16"], VIRTUAL, on_cpu=True)
 
 
 # Rows

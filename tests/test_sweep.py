@@ -36,6 +36,7 @@ OTHER = {
     "layer.ep_size": 4,
     "layer.seed": 1,
     "layer.experts": "grouped",
+    "layer.permute": "unfused",
     "measure.iterations": 6,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
@@ -44,6 +45,7 @@ OTHER = {
     "measure.hold_us": 1000,
     "measure.timeout_s": 301,
     "emulate.links": "pcie5",
+    "emulate.copies": "rank",
     "emulate.bandwidth_scale": 0.5,
     "emulate.device": "h20",
 }

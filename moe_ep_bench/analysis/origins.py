@@ -19,6 +19,11 @@ PARTLY_ELSEWHERE = "partly measured elsewhere"
 # How times came about: the values of the column ``origin``.
 ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
 _SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+# What modelled links carry, by what a token has a copy for.
+_SENT = {
+    "pair": "NCCL all-to-all, one copy per (token, expert) pair",
+    "rank": "one copy per (token, rank) and (token, other node), modelled over links",
+}
 # Of a device that is not here.
 NOTHING_RAN = (PARTLY_ELSEWHERE, "modelled")
 
@@ -73,8 +78,7 @@ def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
     what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
     if any(map(is_elsewhere, modelled)):
         what = f"{what}, {PARTLY_ELSEWHERE}"
-    all_to_all = "NCCL all-to-all, one copy per (token, expert) pair"
-    how = dict.fromkeys(all_to_all if one.exchange is None else one.exchange.words for one in modelled)
+    how = dict.fromkeys(_SENT[one.copies] if one.exchange is None else one.exchange.words for one in modelled)
     layers = dict.fromkeys(layer_words(one) for one in modelled if one.device is not None)
     overlap = dict.fromkeys(OVERLAP_WORDS[one.overlap] for one in modelled)
     parts = filter(None, map(" / ".join, (sent, how, layers, overlap)))

@@ -37,6 +37,7 @@ from moe_ep_bench.config import (
     SyntheticConfig,
 )
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.facts import CaseFacts, Role, tokens_words
 from moe_ep_bench.files import stable_hash
@@ -171,6 +172,13 @@ class Comparison:
         return NO_OVERLAP if self.links is None else self.experiment.emulate.overlap
 
     @property
+    def sent_for(self) -> Copies | None:
+        """What a token has a copy for behind a modelled DeepEP or a measured exchange; None = a row for each pair."""
+        if self.links is None or self.links.exchange is not None:
+            return self.links and self.links.exchange and self.links.exchange.copies
+        return "rank" if self.experiment.emulate.copies == "rank" else None
+
+    @property
     def num_parts(self) -> int:
         """Micro-batches that every rank's tokens of a batch are cut into, and routed one by one."""
         return 2 if self.overlap == TWO_BATCH else 1
@@ -265,6 +273,8 @@ class Comparison:
             facts["device"] = self.device and self.device.model_dump(mode="json", exclude=unseen)
             if self.overlap != NO_OVERLAP:
                 facts["overlap"] = self.overlap
+            if self.links.exchange is None and self.sent_for is not None:
+                facts["copies"] = self.sent_for
         return facts
 
     def _workload_definition(self) -> dict[str, Any]:

@@ -132,7 +132,11 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
             sms = sorted({*exchange.dispatch_sms, *exchange.combine_sms})
             own = exchange.model_dump(include=set(ExchangeFacts.model_fields) - {"sms"})
             facts["exchange"] = {**own, "sms": sms[:1] + sms[-1:]}
-        facts |= {"overlap": comparison.overlap, "dispatch_dtype": experiment.layer.dispatch_dtype}
+        facts |= {
+            "copies": experiment.emulate.copies,
+            "overlap": comparison.overlap,
+            "dispatch_dtype": experiment.layer.dispatch_dtype,
+        }
     if comparison.backend == MODELLED:
         facts["device"] = device_words(comparison)
         if comparison.scope == "layer":

@@ -144,6 +144,8 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
         with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
             if links.exchange is not None:
+                own = "pair beside an exchange, which has copies of its own"
+                checks.refuse(emulate.copies != "pair", "copies", own, emulate.copies)
                 checks.refuse(
                     links.exchange.num_ranks != ep_size, "exchange.num_ranks", ep_size, links.exchange.num_ranks
                 )

@@ -84,8 +84,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     assert device is not None
     if (policy := router.case.policy) is not None:
         device = device.for_policy(policy.name, model.num_experts)
-    links = comparison.links
-    exchange = None if links is None or links.exchange is None else links.exchange.copies
+    exchange = comparison.sent_for
     by_rank = exchange in ("rank", "node")
     layers = {
         layer: RankWork(
@@ -133,7 +132,7 @@ def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDA
     """Microseconds that dispatch and combine of a layer keep each rank's links busy, float64 [R] each.
 
     As Megatron-Core's all-to-all over NCCL sends them: a row for each (token, expert), and ahead of the experts its
-    weight in an all-to-all of its own.
+    weight in an all-to-all of its own. A token that has one copy for each rank carries its weights itself.
 
     Args:
         rows_RR: from each rank to each.
@@ -146,7 +145,7 @@ def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDA
         links.all_to_all_us(sent_RR * num_bytes)
         for sent_RR, num_bytes in (
             (rows_RR, width * precision.sent_bytes),
-            (rows_RR, _WEIGHT_BYTES),
+            (rows_RR, 0 if comparison.sent_for else _WEIGHT_BYTES),
             (rows_RR.T, width * precision.hidden_bytes),
         )
     )
@@ -284,7 +283,10 @@ class Emulation:
         assert links is not None
         sms: tuple[int | None, int | None] = (None, None)
         if links.exchange is None:
-            dispatch_us, combine_us = exchange_us(self.comparison, sent_copies(traffic, "pair", 1))
+            rows_RR = sent_copies(traffic, self.comparison.sent_for or "pair", 1)
+            if self.comparison.sent_for is not None:
+                rows_RR = links.routed(rows_RR, sent_copies(traffic, "node", -(-num_ranks // links.ranks_per_node)))
+            dispatch_us, combine_us = exchange_us(self.comparison, rows_RR)
         else:
             sent_RX = sent_copies(traffic, links.exchange.copies, links.exchange.num_nodes)
             dispatch_us, combine_us = links.exchange.times_us(sent_RX)

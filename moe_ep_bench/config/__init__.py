@@ -58,7 +58,7 @@ class ModelConfig(Strict):
     model_config = ConfigDict(extra="allow")
 
     preset: str | None = None
-    """Model of data/models/; or in its place a shape: num_experts, top_k, hidden_size, ffn_hidden_size, ..."""
+    """Model of data/models/; or a shape: num_experts, top_k, hidden_size, ffn_hidden_size, ..."""
     hf_config: Annotated[Path | None, NAME] = None
     """Hugging Face config.json, or its folder."""
     scale: float = Field(1.0, gt=0, le=1)
@@ -120,7 +120,7 @@ class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
     skew: str | None = None
-    """Targets calibrated to the model (data/skews/: mixed, single_domain, worst_layer, or a domain), or another
+    """Calibrated targets (data/skews/: mixed, single_domain, worst_layer, or a domain), or another
     benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts as JSON, in place of ``skew``."""
@@ -217,17 +217,17 @@ class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
     """Scores are replayed from recordings."""
     trace: tuple[Annotated[Path, NAME], ...] = Field(min_length=1)
-    """Recording (moe-trace-v1), or several, mixed evenly."""
+    """Recordings (moe-trace-v1), mixed evenly."""
     layer: int = Field(ge=0, le=MOST)
     """Recorded layer; ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
-    """Whole sequences, or steps of requests that decode side by side."""
+    """Whole sequences, or steps of requests side by side."""
     tokens_per_request: int = Field(1, ge=1, le=MOST)
     """Of a decode step; 1 + L = with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
     """Assumed scores of experts that are not recorded; ``recorded``: all are."""
     topk_share: float | None = Field(None, gt=0, le=1)
-    """Assumed mass of the top-k, where recorded scores are normalised over it."""
+    """Assumed mass of the top-k, where scores are normalised over it."""
 
     @property
     def is_step(self) -> bool:
@@ -443,9 +443,11 @@ class EmulateConfig(Strict):
     """Name of data/links/, a file by ``calibrate``, ``table:SYSTEM/nccl/VERSION``, or an exchange that was measured,
     ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     exchange_sms: int | None = Field(None, ge=1)
-    """Streaming multiprocessors that such an exchange holds; null = the fastest row."""
+    """Multiprocessors that it holds; null = the fastest row."""
+    copies: Literal["pair", "rank"] = "pair"
+    """Other links carry a token once a ``pair`` (NCCL), or once a ``rank`` and node (DeepEP)."""
     overlap: Literal["none", "shared", "two_batch"] = NO_OVERLAP
-    """Beside dispatch: ``shared`` experts; ``two_batch``: also the other half, on modelled devices."""
+    """Beside dispatch: ``shared`` experts; ``two_batch``: the batch's other half too."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED

@@ -17,7 +17,7 @@ import math
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.curve import Curve
@@ -187,6 +187,25 @@ class Links(Preset):
                 busy_us_R = link.time_us((np.max if link.duplex == "full" else np.mean)(ways_2R, axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
+
+    def routed(self, copies_RR: ArrayLike, copies_RN: ArrayLike) -> NDArray[np.int64]:
+        """Which rank hands a token's copy to which, where it crosses to a node once: int64 [R, R].
+
+        Ranks of one number in their nodes exchange what goes to a node; the rank that gets a copy hands one to every
+        rank of its node that is to have it (DeepEP's normal kernels).
+
+        Args:
+            copies_RR, copies_RN: distinct tokens from each rank to each rank, and to each node.
+        """
+        copies_RR, copies_RN, size = np.asarray(copies_RR), np.asarray(copies_RN), self.ranks_per_node
+        rank_R = np.arange(len(copies_RR))
+        routed_RR = np.zeros_like(copies_RR)
+        for node in range(copies_RN.shape[1]):
+            door_R = np.minimum(node * size + rank_R % size, len(rank_R) - 1)
+            np.add.at(routed_RR, (rank_R, door_R), np.where(rank_R // size == node, 0, copies_RN[:, node]))
+            here_R = rank_R[rank_R // size == node]
+            np.add.at(routed_RR, (door_R[:, None], here_R[None, :]), copies_RR[:, here_R])
+        return routed_RR
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
         """Microseconds until every rank has the ``num_bytes`` of every other.

@@ -106,7 +106,7 @@ VIEWS = {
         title="loads and phases",
         notes=(
             "fullest expert, fullest rank: pairs over native's mean",
-            "times: mean over ranks, so that waiting shows; median over iterations with probes; phases do not overlap",
+            "times: mean over ranks, so that waiting shows; median with probes; of exchanges what nothing hides",
             "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
         ),
     ),

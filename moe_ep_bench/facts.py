@@ -147,6 +147,7 @@ class ComparisonFacts(JsonRecord):
     top_k: Count
     num_ranks: Count  # R
     num_tokens: Count  # of all ranks
+    fullest_tokens: PositiveFloat | None = None  # of the rank with most over the mean, where ranks were given theirs
     num_batches: Count
     workload: Workload
     kernel: Component | None = None  # of routing

@@ -156,6 +156,16 @@ def test_modelled_copies_do_not_fall_with_pairs(ranks: int, tmp_path: Path) -> N
         plan(path, ["emulate.links=" + NORMAL, "layer.ep_size=16"], VIRTUAL, on_cpu=True)
 
 
+def test_ragged_ranks_wait_for_the_rank_that_sends_most(tmp_path: Path) -> None:
+    """DeepEP, issue 250: 8 ranks with 384 tokens and 8 with 64 take 192 / 112 of as many tokens dealt evenly."""
+    known = exchange("pair", num_ranks=16, num_nodes=1)
+    ragged_RR = np.repeat(np.array([384] * 8 + [64] * 8)[:, None] * 3 / 16, 16, axis=1)
+    even_RR = np.full((16, 16), 224 * 3 / 16)
+    assert ragged_RR.sum() == even_RR.sum()
+    assert known.tokens(ragged_RR) / known.tokens(even_RR) == pytest.approx(192 / 112)
+    assert known.tokens(ragged_RR.T) == known.tokens(ragged_RR), "nor does it matter who receives them"
+
+
 # Rows
 
 

@@ -18,8 +18,9 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.layer import parts
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
@@ -247,3 +248,26 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch, "mm", refused)
     assert main([command, str(config), *(["--nproc", "2"] if command == "run" else []), "--dry-run"]) == OK
     assert "GiB of activations a rank" in capsys.readouterr().out
+
+
+def test_ranks_get_the_tokens_that_they_were_given_on_every_backend(tmp_path: Path) -> None:
+    """Ragged ranks, one of them without tokens: the same routing where ranks are real, emulated and only routed."""
+    given = {"workload__num_tokens": None, "workload__tokens_of_ranks": [70, 0], "workload__num_batches": 1}
+    ragged = {**given, "workload__sequence_length": 32, "policies": [{"name": "token_drop", "capacity_factor": 1.0}]}
+    config = write_config(tmp_path, **ragged, emulate={"links": "h100-nvlink4"}, layer__ep_size=2)
+    assert launch(config, "--out", tmp_path / "run").returncode == OK
+    found = {}
+    for command in ("run", "emulate", "route"):
+        out = tmp_path / command
+        if command != "run":
+            assert main([command, str(config), "--out", str(out)]) == OK
+        rows = routing_of(out)
+        rows = rows[rows.label.isin(["native", "token_drop capacity_factor=1.0"])]
+        found[command] = [[row.label, row["rank"], row.num_tokens, row.load_E.tolist()] for _, row in rows.iterrows()]
+        assert {(rank, tokens) for _, rank, tokens, _ in found[command]} == {(0, 70), (1, 0)}
+    assert found["run"] == found["emulate"] == found["route"]
+    wrong = write_config(tmp_path, **{**ragged, "workload__tokens_of_ranks": [70, 2, 3]}, layer__ep_size=2)
+    with pytest.raises(UserError, match=r"workload\.tokens_of_ranks: expected a number for each of the 2 ranks, got 3"):
+        plan(wrong, [], "ranks", 2, on_cpu=True)
+    with pytest.raises(UserError, match="expected some tokens, got none on any rank"):
+        plan(wrong, ["workload.tokens_of_ranks=[0, 0]"], "ranks", 2, on_cpu=True)

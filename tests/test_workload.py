@@ -206,3 +206,16 @@ def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_mended
     assert fitted_TK[4, 0] == 0.5
     level = 0.5 / (2 + 7 * 0.99)  # the two raised, and seven just below
     np.testing.assert_allclose(fitted_TK[4, 1:], [level, level], rtol=1e-5)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_ranks_that_were_given_their_tokens_get_them_in_order(lengths: list[int], data: st.DataObject) -> None:
+    """As if rows were handed out one by one; sequences are cut where a rank has its tokens."""
+    num_tokens, num_ranks = sum(lengths), data.draw(st.integers(1, 5))
+    cuts = sorted(data.draw(st.lists(st.integers(0, num_tokens), min_size=num_ranks - 1, max_size=num_ranks - 1)))
+    tokens_R = np.diff([0, *cuts, num_tokens])
+    start_P, rank_P = deal_pieces(np.array(lengths), num_ranks, tokens_R)
+    owner_T = np.repeat(rank_P, np.diff(start_P))
+    assert owner_T.tolist() == [rank for rank, tokens in enumerate(tokens_R) for _ in range(tokens)]
+    starts = [0, *np.cumsum(lengths), *np.cumsum(tokens_R)]
+    assert start_P.tolist() == sorted(set(starts)), "no piece is of two sequences or two ranks"

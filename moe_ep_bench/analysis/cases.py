@@ -342,7 +342,7 @@ def _models(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
 
 _FACTS = (
     "title", "sizes", "model", "scale", "num_experts", "top_k", "num_ranks", "world_size", "num_replicas", "num_tokens",
-    "num_batches", "dtype", "backend", "oversubscribed", "traffic",
+    "fullest_tokens", "num_batches", "dtype", "backend", "oversubscribed", "traffic",
 )  # fmt: skip
 
 

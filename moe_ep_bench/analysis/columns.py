@@ -250,6 +250,7 @@ COLUMNS = {
         # Loads.
         Column("fullest_expert", "fullest expert", form="{:.2f}", better="lower"),
         Column("fullest_rank", "fullest rank", form="{:.2f}", better="lower"),
+        Column("fullest_tokens", "fullest rank's tokens", form="{:.2f}"),
         Column("slowest_group_fullest_expert", "of the fullest EP group", form="{:.2f}", better="lower"),
         Column("slowest_group_fullest_rank", "of the fullest EP group", form="{:.2f}", better="lower"),
         Column("relief", "fullest rank, native / policy", form="{:.2f}", better="higher", native=1.0),

@@ -88,7 +88,15 @@ VIEWS = {
     "route": View(
         "route",
         (
-            *("label", "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *COSTS),
+            *(
+                "label",
+                "fullest_expert",
+                "fullest_rank",
+                "fullest_tokens",
+                "expert_imbalance",
+                "rank_imbalance",
+                *COSTS,
+            ),
             *("below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts"),
             *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib"),
         ),
@@ -97,7 +105,8 @@ VIEWS = {
     "phases": View(
         "layer model",
         (
-            *("label", "fullest_expert", "fullest_rank", "slowest_group_fullest_rank", "breakdown_layer_ms"),
+            *("label", "fullest_expert", "fullest_rank", "fullest_tokens", "slowest_group_fullest_rank"),
+            "breakdown_layer_ms",
             *(f"{group}_ms" for group in GROUPS),
             *(f"mean_rank_{part}_ms" for part in PASS_PARTS),
             *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),

@@ -357,8 +357,14 @@ class Comparison:
     @cached_property
     def rank_tokens(self) -> NDArray[np.int64]:
         """Tokens of every rank in every batch: int64 [B, R]."""
-        num_batches = self.workload.num_batches
-        return np.stack([self.workload.tokens_of_ranks(index, self.world_size) for index in range(num_batches)])
+        dealt = self.world_size, self.tokens_R
+        return np.stack([self.workload.tokens_of_ranks(index, *dealt) for index in range(self.workload.num_batches)])
+
+    @cached_property
+    def tokens_R(self) -> NDArray[np.int64] | None:  # noqa: N802
+        """Tokens of every rank in any batch, where they were asked for: int64 [R]."""
+        asked = self.experiment.workload.tokens_of_ranks
+        return None if asked is None else np.array(asked, dtype=np.int64)
 
     @property
     def most_tokens(self) -> int:
@@ -368,13 +374,13 @@ class Comparison:
     def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
         """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
         length_S = self.workload.sequence_lengths(index)
-        start_P, rank_P = deal_pieces(length_S, self.world_size)
+        start_P, rank_P = deal_pieces(length_S, self.world_size, self.tokens_R)
         length_P = np.diff(start_P)
         return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
 
     def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
         """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
-        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size)
+        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size, self.tokens_R)
         return tokens.with_padding(self.experiment.workload.padding_per_rank)
 
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:

@@ -156,6 +156,9 @@ def _shared(comparison: Comparison) -> dict[str, Any]:
         "top_k": model.top_k,
         "num_ranks": comparison.ep_size,
         "num_tokens": comparison.num_tokens,
+        "fullest_tokens": None
+        if comparison.tokens_R is None
+        else comparison.tokens_R.max() / comparison.tokens_R.mean(),
         "num_batches": comparison.workload.num_batches,
         "workload": workload_facts(comparison),
         "kernel": kernels_of(comparison),
@@ -240,12 +243,17 @@ def served(experiment: Experiment) -> Served:
         experiment.layer.dtype,
         precision.hidden_bytes,
         precision.weight_bytes,
-        workload.total_tokens,
+        _served_tokens(workload.tokens_of_ranks, workload.total_tokens),
         workload.request_tokens,
         experiment.whole.context_length,
         partial(_rank_load, experiment, model.num_experts),
         precision.weight_bytes if model.quantized == "all_linear" and experiment.layer.dtype in FP8 else None,
     )
+
+
+def _served_tokens(tokens_R: tuple[int, ...] | None, total: Callable[[int], int]) -> Callable[[int], int]:
+    """Tokens of a batch by the number of ranks, as if every rank had as many as the fullest."""
+    return total if tokens_R is None else lambda num_ranks: max(tokens_R) * num_ranks
 
 
 def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float | None:

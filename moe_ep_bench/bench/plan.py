@@ -159,6 +159,9 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     else:
         parts = Parts.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
+    if (tokens_R := experiment.workload.tokens_of_ranks) is not None:
+        of_each = f"a number for each of the {world_size} ranks"
+        checks.refuse(len(tokens_R) != world_size, "workload.tokens_of_ranks", of_each, f"{len(tokens_R)} of them")
     workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.check_batches(experiment, comparison.ep_size, comparison.num_places, comparison.rank_tokens)
@@ -189,7 +192,9 @@ def _try_out(comparison: Comparison) -> None:
     """
     experiment = comparison.experiment
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
-    comparison.workload.rank_batch(0, 0, comparison.world_size)
+    comparison.workload.rank_batch(
+        0, int(comparison.rank_tokens[0].argmin()), comparison.world_size, comparison.tokens_R
+    )
     scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
     context = comparison.context(next(iter(comparison.workloads)), 0, torch.zeros(2, dtype=torch.int64), None)
     context = replace(context, generator=torch.Generator())

@@ -57,6 +57,7 @@ class Share:
     Attributes:
         rank: of all ranks: random policies draw by it.
         number: of the micro-batch, of those that a rank's tokens are cut into.
+        first: how many tokens ranks before it have; None = as many each as this one, or nearly.
         context: facts of the tokens, but for randomness; a policy sees ``CaseRouter.context``.
         drawn_TE: float32 [T, E], the workload's scores.
         score_function: by which the layer makes scores of its logits; None where no layer is asked.
@@ -69,6 +70,7 @@ class Share:
     drawn_TE: Tensor
     score_function: str | None = None
     number: int = 0
+    first: int | None = None
 
     def parts(self, num_parts: int) -> list[Share]:
         """The tokens in so many micro-batches, in order, as even as can be."""
@@ -112,7 +114,7 @@ class Share:
         """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
         context = self.context
         groups = context.num_groups, context.top_groups
-        first = self.rank * len(self.drawn_TE)  # ranks have as many tokens each, or nearly
+        first = self.rank * len(self.drawn_TE) if self.first is None else self.first
         return replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
 
     def of(self, case: CaseSpec) -> Share:
@@ -143,7 +145,8 @@ class Batches:
         ids_T, ep_rank = tokens.sequence_id_T.to(self.device), rank % comparison.ep_size
         function = None if comparison.backend == ROUTING else comparison.model.score_function
         context = comparison.context(layer, ep_rank, ids_T, valid_T)
-        return Share(layer, index, rank, context, tokens.scores_TE.to(self.device), function)
+        first = None if comparison.tokens_R is None else int(comparison.tokens_R[:rank].sum())
+        return Share(layer, index, rank, context, tokens.scores_TE.to(self.device), function, first=first)
 
     def of_ranks(self, function: Callable[[Share], V], layer: int | None, index: int) -> list[V]:
         """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.

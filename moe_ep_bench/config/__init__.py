@@ -97,6 +97,8 @@ class _Workload(Strict):
     """Tokens of a rank, on average."""
     num_tokens: int | None = Field(None, ge=1, le=MOST)
     """Tokens of all ranks; this or tokens_per_rank."""
+    tokens_of_ranks: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] | None = None
+    """Tokens of each rank, in place of both."""
     num_batches: int = Field(10, ge=1, le=MOST_RUNS)
     """Batches; intervals need ten."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
@@ -108,11 +110,15 @@ class _Workload(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
-        if (self.tokens_per_rank is None) == (self.num_tokens is None):
-            raise UserError("give either tokens_per_rank or num_tokens")
+        if [self.tokens_per_rank, self.num_tokens, self.tokens_of_ranks].count(None) != 2:
+            raise UserError("give either tokens_per_rank or num_tokens, or tokens_of_ranks")
+        if self.tokens_of_ranks is not None and not any(self.tokens_of_ranks):
+            raise UserError("tokens_of_ranks: expected some tokens, got none on any rank")
         return self
 
     def total_tokens(self, world_size: int) -> int:
+        if self.tokens_of_ranks is not None:
+            return sum(self.tokens_of_ranks)
         return self.num_tokens if self.num_tokens is not None else (self.tokens_per_rank or 0) * world_size
 
 

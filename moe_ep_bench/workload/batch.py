@@ -126,13 +126,18 @@ class Workload(ABC):
         """
         next(self.make_scores(index, [Run(0, 1)]))
 
-    def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
+    def rank_batch(
+        self, index: int, rank: int, num_ranks: int, tokens_R: NDArray[np.int64] | None = None
+    ) -> TokenBatch:
         """Make one rank's tokens of batch ``index`` and no others.
+
+        Args:
+            tokens_R: how many each rank gets (``deal_pieces``).
 
         Raises:
             IndexError: no such batch.
         """
-        start_S, start_P, rank_P = self._dealt(index, num_ranks)
+        start_S, start_P, rank_P = self._dealt(index, num_ranks, tokens_R)
         pieces = np.flatnonzero(rank_P == rank)
         sequence_P = np.searchsorted(start_S, start_P[pieces], side="right") - 1
         sequence_id_T = np.repeat(sequence_P, np.diff(start_P)[pieces])
@@ -143,17 +148,21 @@ class Workload(ABC):
             first += len(rows_TE)
         return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
 
-    def tokens_of_ranks(self, index: int, num_ranks: int) -> NDArray[np.int64]:
+    def tokens_of_ranks(
+        self, index: int, num_ranks: int, tokens_R: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
         """Count the tokens that each rank gets of batch ``index``: int64 [R]."""
-        _, start_P, rank_P = self._dealt(index, num_ranks)
+        _, start_P, rank_P = self._dealt(index, num_ranks, tokens_R)
         return np.bincount(rank_P, np.diff(start_P), minlength=num_ranks).astype(np.int64)
 
-    def _dealt(self, index: int, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _dealt(
+        self, index: int, num_ranks: int, tokens_R: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where sequences start, int64 [S + 1], and their pieces, int64 [P + 1]; whose each piece is, int64 [P]."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
         length_S = self.sequence_lengths(index)
-        return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks)
+        return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
 
     def _check_topk_share(self) -> None:
         least = self.top_k / self.num_experts
@@ -166,17 +175,24 @@ class Workload(ABC):
 # ---- dealing ---------------------------------------------------------------------------------------------------------
 
 
-def deal_pieces(length_S: NDArray[np.int64], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def deal_pieces(
+    length_S: NDArray[np.int64], num_ranks: int, tokens_R: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
 
-    Sequences are cut only where a rank would be empty (``pieces_of``); then each rank gets one piece.
+    Sequences are cut only where a rank would be empty (``pieces_of``); then each rank gets one piece. Where ranks are
+    to have so many tokens, they get them one after another in the order of the batch, and cut sequences where they end.
 
     Args:
         length_S: tokens of each sequence.
+        tokens_R: int64 [R], which sum to the batch; None = as even as can be.
 
     Returns:
         Where each piece starts and the last one ends, int64 [P + 1]; whose it is, int64 [P].
     """
+    if tokens_R is not None:
+        start_P = np.union1d(np.append(0, length_S.cumsum()), np.append(0, tokens_R.cumsum()))
+        return start_P, np.searchsorted(tokens_R.cumsum(), start_P[:-1], side="right")
     start_P = pieces_of(length_S, num_ranks)
     return start_P, deal_sequences(np.diff(start_P), num_ranks)
 

@@ -130,6 +130,29 @@ def test_the_fullest_rank_gets_its_load(num_ranks, load):
     assert peak(loads(workload.batch(0), 6)) == pytest.approx(3.0, rel=0.01)
 
 
+@pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.1), (16, 1.8), (32, 2.4)])
+def test_the_fullest_rank_gets_its_load_where_a_model_routes_by_groups(num_ranks, load):
+    workload = synthetic(rank_load=(num_ranks, load), num_groups=8, top_groups=3, peak_load=4.0, num_tokens=4096)
+    for index in range(2):
+        map_TE = top_k_map(workload.batch(index).scores_TE, workload.selection)
+        groups_T = map_TE.reshape(len(map_TE), 8, -1).any(dim=2).sum(dim=1)
+        assert groups_T.max() == 3, "of as many groups as before"
+        assert peak(map_TE.sum(0).numpy(), num_ranks) == pytest.approx(load, rel=0.06 if index else 0.02)
+        assert peak(map_TE.sum(0).numpy()) == pytest.approx(4.0, rel=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+def test_experts_change_places_within_their_group_and_groups_change_places(num_ranks):
+    load_E = np.random.default_rng(0).integers(1, 100, 64) ** 2
+    hot_rank, size = num_ranks - 1, 8
+    packed = solving.place_in_groups(load_E, num_ranks, {2: 1.1, 4: 1.2, 8: 1.45, 16: 2.0}[num_ranks], hot_rank, 8)
+    assert sorted(packed.tolist()) == list(range(64))
+    drawn_in = (packed // size).reshape(8, size)
+    assert (drawn_in == drawn_in[:, :1]).all(), "a place's group is one drawn group"
+    load_R = load_E[packed].reshape(num_ranks, -1).sum(axis=1)
+    assert load_R.argmax() == hot_rank or load_R.max() <= 1.02 * load_R[hot_rank]
+
+
 @pytest.mark.parametrize("share", [0.12, 0.95])
 def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
     plain, sharp = synthetic().batch(0), synthetic(topk_share=share).batch(0)
@@ -256,7 +279,15 @@ def test_a_peak_load_of_one_is_exactly_balanced_on_all_ranks_and_on_each(groups:
         ({"cuts": ((1.0, 0.3, 3.0), (1.5, 0.15, 1.0)), "rank_load": (8, 1.5)}, "rank_load, cuts", "%"),
         ({"rank_load": (7, 1.5)}, "rank_load", "7"),
         ({"rank_load": (8, 9.0)}, "rank_load", "9"),
-        ({"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2}, "rank_load", "4 groups"),
+        ({"rank_load": (8, 3.5), "num_groups": 4, "top_groups": 2}, "rank_load", "4 groups, got 3.5"),
+        ({"rank_load": (8, 1.05), "num_groups": 4, "top_groups": 2}, "rank_load", "4 groups, got 1.05"),
+        (
+            {"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2, "cuts": ((1.0, 0.2, None),)},
+            "rank_load, cuts",
+            "4 groups",
+        ),
+        ({"rank_load": (4, 3.0), "num_groups": 4, "top_groups": 2}, "rank_load", "on 4 ranks"),
+        ({"rank_load": (12, 1.8), "num_groups": 8, "top_groups": 3, "num_experts": 96}, "rank_load", "of 8; got 12"),
     ],
 )
 def test_targets_that_cannot_be_met_name_the_key_and_the_value(changes, key, got):

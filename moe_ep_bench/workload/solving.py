@@ -193,6 +193,56 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     )
 
 
+def place_in_groups(
+    load_E: NDArray[np.int64], num_ranks: int, target: float, hot_rank: int, num_groups: int
+) -> NDArray[np.int64]:
+    """The same for a model that routes by groups: experts change places within theirs, and groups change places.
+
+    A rank holds whole groups, or a group whole ranks. In the latter case the heaviest group that can has the hot rank.
+
+    Raises:
+        ValueError: also where neither divides the other.
+    """
+    size, per_rank = len(load_E) // num_groups, len(load_E) // num_ranks
+    load_GL = load_E.reshape(num_groups, size)
+    if per_rank % size == 0:
+        order_G = place_for_rank_load(load_GL.sum(axis=1), num_ranks, target, hot_rank)
+        return (order_G[:, None] * size + np.arange(size)).ravel()
+    if size % per_rank:
+        raise UserError(
+            f"rank_load: expected ranks that hold whole groups, or parts of one, of {num_groups}; got {num_ranks}"
+        )
+    of_group, mean = size // per_rank, load_E.sum() / num_ranks
+    packed_GL = np.stack([pack(of_one.astype(np.float64), of_group) for of_one in load_GL])
+    packed_G = np.take_along_axis(load_GL, packed_GL, axis=1).reshape(num_groups, of_group, -1).sum(axis=2).max(axis=1)
+    most_G = np.sort(load_GL, axis=1)[:, -per_rank:].sum(axis=1)
+    for hot in np.argsort(-load_GL.sum(axis=1), kind="stable"):
+        others = np.delete(np.arange(num_groups), hot)
+        if (packed_G[others] > (1 + RANK_LOAD_TOLERANCE) * target * mean).any():
+            continue
+        try:
+            wanted = target * mean / (load_GL[hot].sum() / of_group)
+            inside_L = _in_one_group(load_GL[hot], of_group, wanted, hot_rank % of_group)
+        except UserError:
+            continue
+        order_G = np.insert(others, hot_rank // of_group, hot)
+        places_GL = packed_GL.copy()
+        places_GL[hot] = inside_L
+        return (order_G[:, None] * size + places_GL[order_G]).ravel()
+    raise UserError(
+        f"rank_load: expected about {packed_G.max() / mean:.2f} to {most_G.max() / mean:.2f} on {num_ranks} ranks with"
+        f" this peak load and {num_groups} groups, got {target:g}"
+    )
+
+
+def _in_one_group(load_L: NDArray[np.int64], num_ranks: int, target: float, hot_rank: int) -> NDArray[np.int64]:
+    if num_ranks == 1:
+        if abs(target - 1) > RANK_LOAD_TOLERANCE:
+            raise UserError(f"rank_load: expected 1 on one rank, got {target:g}")
+        return np.arange(len(load_L))
+    return place_for_rank_load(load_L, num_ranks, target, hot_rank)
+
+
 def load_profile(num_experts: int, peak_load: float, dropped: dict[float, float]) -> NDArray[np.float64]:
     """Loads of experts over the mean, descending, which have a peak and lose given shares at two capacities.
 

@@ -134,9 +134,10 @@ class SyntheticWorkload(Workload):
             raise UserError(f"rank_load: expected {expected}, got {num_ranks}")
         if load > num_ranks:
             raise UserError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
-        if self.num_groups is not None:
-            why = "because placing experts moves them between groups"
-            raise UserError(f"rank_load: expected none for a model with {self.num_groups} groups of experts, {why}")
+        if self.num_groups is not None and self.cuts:
+            raise UserError(
+                f"rank_load, cuts: expected one of them for a model with {self.num_groups} groups of experts"
+            )
 
     @property
     def is_balanced(self) -> bool:
@@ -228,6 +229,8 @@ class SyntheticWorkload(Workload):
         load_E = expert_loads(noise, self._bias(noise, self._popularity), self.selection)
         num_ranks, load = self.rank_load
         hot_rank = int(generator(self.seed, Stream.HOT_RANK).integers(num_ranks))
+        if self.num_groups is not None:
+            return solving.place_in_groups(load_E, num_ranks, load, hot_rank, self.num_groups)
         return solving.place_for_rank_load(load_E, num_ranks, load, hot_rank)
 
     def _first_noise(self, run: Run, copying: float) -> Iterator[NDArray[np.float64]]:

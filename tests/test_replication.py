@@ -73,6 +73,18 @@ def test_the_plan_is_the_one_that_the_published_code_gives() -> None:
     ]
 
 
+def test_a_public_replay_of_few_devices() -> None:
+    """FlashLB's example: eight experts on 8 devices of 2 slots; published 232 by EPLB and 205 by FlashLB."""
+    load_E = np.array([600, 560, 120, 120, 20, 10, 10, 10], dtype=np.float64)
+
+    def fullest(slot_expert_P: np.ndarray) -> float:
+        return (load_E / np.bincount(slot_expert_P))[slot_expert_P].reshape(8, -1).sum(axis=1).max()
+
+    eplb = fullest(replicate(load_E, num_slots=16, num_ranks=8))
+    assert (eplb, eplb * 8 / load_E.sum()) == (232, 1.28)
+    assert fullest(replicate_by_risk(load_E[None], num_slots=16, num_ranks=8)) == 200, "by risk, after FlashLB"
+
+
 def test_groups_decide_between_equal_loads_alone() -> None:
     by_index, by_group = (replicate([2, 1, 4, 1], num_slots=4, num_ranks=2, num_groups=number) for number in (1, 2))
     assert by_index.tolist() == [2, 3, 0, 1]

@@ -72,15 +72,33 @@ class SkewFacts(JsonRecord):
     layers: SkewLayers | None = None
 
 
+class Targets(JsonRecord):
+    """What a synthetic workload was solved to; what was left to chance is absent."""
+
+    pattern: str | None = None
+    peak_load: float | None = None
+    topk_share: float | None = None
+    neighbour_overlap: float | None = None
+    rank_load: dict[str, float] | None = None  # of the fullest rank, by the number of ranks
+    cuts: dict[str, list[float | None]] | None = None  # by capacity factor: dropped share, fullest rank left
+    expert_loads: list[float] | None = None
+
+
 class Workload(JsonRecord):
     kind: Literal["synthetic", "recorded"]
     description: str
     tail_model: str | None
     recording: Recording | None = None
     skew: SkewFacts | None = None
-    targets: dict[str, Any] = Field({})  # of a synthetic workload
+    targets: dict[str, Any] = Field({})  # of a synthetic workload (``Targets``)
     seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has
+
+    @field_validator("targets")
+    @classmethod
+    def _check(cls, targets: dict[str, Any]) -> dict[str, Any]:
+        """Typed, and none beside those that are there."""
+        return Targets.model_validate(targets).model_dump(exclude_unset=True)
 
 
 class Component(JsonRecord):

@@ -74,6 +74,16 @@ BREAKAGES = {
     "no such mode": (in_json(lambda c: c.update(mode="guess")), "run.json: mode: expected 'run', 'emulated'", "none"),
     "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "c0.dtype: Field required", "none"),
     "odd role": (in_json(lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role: expected", "none"),
+    "odd target": (
+        in_json(lambda c: c["comparisons"]["c0"]["workload"].update(targets={"rank_load": [8]})),
+        "c0.workload.targets",
+        "none",
+    ),
+    "odd peak": (
+        in_json(lambda c: c["comparisons"]["c0"]["workload"].update(targets={"peak_load": "high"})),
+        "c0.workload.targets",
+        "none",
+    ),
     "missing part": (lambda d: (d / SAMPLES).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more", "c1"),
     "missing case": (without(SAMPLES), "no rows of token_drop gamma 1; the run did not finish", "others"),
     "missing routing": (without(ROUTING), "c0.parquet: no rows of token_drop gamma 1, which was measured", "c1"),

@@ -37,7 +37,7 @@ HEAD = """# Every key of a config
 In brackets: values; default.
 """
 BESIDE = [
-    ("sweep", "keys with lists", "", "Dotted keys with lists of values: a comparison for each combination."),
+    ("sweep", "keys with lists", "", "Dotted keys with lists of values, in all combinations."),
     (
         "sweep.recorded",
         "list of keys with values",

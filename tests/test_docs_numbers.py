@@ -258,9 +258,51 @@ def of_quality() -> list[str]:
     ]
 
 
+# ---- docs/clusters.md ------------------------------------------------------------------------------------------------
+
+
+def beside(source: str, *whats: str, form: str = ",.0f") -> str:
+    """Published numbers, and ours, as two cells."""
+    rows = table("clusters").query("source == @source").set_index("what").loc[list(whats)]
+    return " | ".join("; ".join(f"{value:{form}}" for value in rows[column]) for column in ("published", "ours"))
+
+
+def ways(kind: str, sizes: Iterable[int]) -> list[str]:
+    return [f"{kind} {phase}, EP {size}" for phase in ("dispatch", "combine") for size in sizes]
+
+
+def of_clusters() -> list[str]:
+    found = table("clusters").query("not fitted and source != 'aiconfigurator'")
+    errors = found.assign(error=found["error"].abs()).groupby("kind")["error"].agg(["size", "median", "max"])
+    names = {"layer": "layers", "exchange": "exchanges", "experts": "experts", "model": "whole models"}
+    one_sided = [f"{phase}, EP {size}, 2,048 tokens" for size in (8, 64) for phase in ("dispatch", "combine")]
+    layers = ["all-to-all, fp8", "DeepEP, bf16", "DeepEP, fp8"]
+    balance, ratio = "prefill, simulated balance", "prefill, simulated balance over as it was"
+    return [
+        *(
+            f"| {names[kind]} | {row['size']:.0f} | {100 * row['median']:.0f} % | {100 * row['max']:.0f} % |"
+            for kind, row in errors.iterrows()
+        ),
+        *(beside("megatron", *(f"{shape}, {of}" for of in layers), form=".2f")
+          for shape in ("DeepSeek's shape", "Mixtral's")),
+        *(beside("deepep", *ways("normal", [size])) for size in (8, 16, 32, 64)),
+        *(beside("deepep", *ways("low latency", sizes)) for sizes in ((8,), (16, 32, 64), (128, 256))),
+        beside("one-sided", *one_sided),
+        beside("profile-data", "gate, up, down, expand and reduce", "expand", "reduce"),
+        beside("blog04", "fullest rank with one slot a rank, where it has 2.56 without", form=".2f"),
+        beside("lmsys", balance, "decode"),
+        beside("lmsys", ratio, form=".2f"),
+    ]  # fmt: skip
+
+
 # ---- what every page says --------------------------------------------------------------------------------------------
 
-SAID = {"docs/papers.md": of_papers, "docs/balancing.md": of_balancing, "docs/quality.md": of_quality}
+SAID = {
+    "docs/papers.md": of_papers,
+    "docs/balancing.md": of_balancing,
+    "docs/quality.md": of_quality,
+    "docs/clusters.md": of_clusters,
+}
 SENTENCES = [(page, sentence) for page, sentences in SAID.items() for sentence in sentences()]
 
 

@@ -58,14 +58,14 @@ class Claim(Strict):
     source: str = Field(min_length=1)
     """Figure, table or section."""
     policy: dict[str, Any] | str | None = None
-    """One of the config's policies, a list making a claim each; or a label; null = native."""
+    """One of the config's policies (a list: a claim each), or a label; null = native."""
     metric: Literal[*CLAIMED] = "speedup"
     """Of a layer or pass, native over the policy: time (``speedup``), the fullest expert (``imbalance_cut``); the
     policy over native: times, activated experts; by itself: all others."""
     paper: tuple[float | None, float | None] | None = None
-    """A number, or from and to, null being an open end; null alone: the paper states none."""
+    """A number, or from and to (null: open); null alone: none is stated."""
     published: dict[str, Any] | None = None
-    """In its place: ``paper``, ``item`` and settings of papers/published; ``$k0`` is the policy's."""
+    """Or ``paper``, ``item`` and settings of papers/published; ``$k0`` is the policy's."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"
     """What the paper measured; ours is ``scope``."""
     versus: dict[str, Any] | str | None = None
@@ -73,7 +73,7 @@ class Claim(Strict):
     where: dict[str, Any] = Field({})
     """Keys that a comparison must have."""
     note: str = Field(min_length=1)
-    """Why ours may differ, and what was inferred."""
+    """Why ours may differ."""
 
     @field_validator("paper", mode="before")
     @classmethod

@@ -101,7 +101,8 @@ def configs(traces: Path) -> dict[str, dict[str, Any]]:
 
 def config(preset: str, workload: dict[str, Any], replication: list, rebalance: list) -> dict[str, Any]:
     emulate = {"links": "h100-nvlink4", "device": "h200-sxm", "replication": replication, "rebalance": rebalance}
-    parts = {"layer": {"ep_size": 8}, "policies": POLICIES, "emulate": emulate}
+    layer = {"ep_size": 8, "dtype": "bfloat16"}
+    parts = {"layer": layer, "policies": POLICIES, "emulate": emulate}
     sweep = {"workload.layer": LAYERS} if workload["kind"] == "recorded" else {}
     return {"name": "lossless", "model": {"preset": preset}, "workload": workload, "sweep": sweep, **parts}
 

@@ -125,7 +125,18 @@ class ExchangeFacts(JsonRecord):
     @property
     def words(self) -> str:
         of = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}[self.copies]
-        return f"{self.name.rpartition('/')[2]}, one copy per {of}"
+        return f"{self.name.partition('/')[2]}, one copy per {of}"
+
+
+class ExpertFacts(JsonRecord):
+    """Rows of experts that others measured (``cost_model.expert_rows``)."""
+
+    name: str
+    measured_by: str
+
+    @property
+    def words(self) -> str:
+        return f"experts of {self.name.partition('/')[2]}"
 
 
 # How answers say what overlaps.
@@ -197,6 +208,7 @@ class TimedFacts(ComparisonFacts):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     exchange: ExchangeFacts | None = None  # in place of all-to-alls
     copies: Literal["pair", "rank"] = "pair"  # what modelled links carry a token once for
+    expert_rows: ExpertFacts | None = None  # in place of a roofline
     dispatch_dtype: str | None = None  # what rows are sent to experts as; None = not said
     overlap: Literal["none", "shared", "two_batch"] = "none"  # of an exchange and computation, where it is modelled
     device: str | None = None  # the model of the device, where nothing was run

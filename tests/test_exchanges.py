@@ -214,7 +214,7 @@ def test_every_row_is_met_under_uniform_routing(named: str) -> None:
 
 
 MISTAKES = {
-    "table:h100_sxm/sglang": "expected a version of sglang of 0.5.12, 0.5.6.post2; got",
+    "table:h100_sxm/sglang/": "expected a version of sglang of 0.5.12, 0.5.6.post2; got",
     "table:h100_sxm/sglang/0.5.12": "expected a kind of exchange of sglang 0.5.12 of deepep_normal, deepep_ll; got",
     "table:h100_sxm/sglang/0.5.12/deep": "expected a kind of exchange .*; got 'deep'",
     "table:h100_sxm/tensor/1": "expected a framework of nccl, sglang, trtllm, vllm; got 'tensor'",
@@ -349,7 +349,7 @@ def test_an_exchange_is_what_a_layer_sends(tmp_path: Path, capsys: pytest.Captur
     assert main(["emulate", str(path), "--out", str(tmp_path / "out")]) == OK
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Modelled, partly measured elsewhere: bf16, deepep_normal, one copy per (token, other node),"
+        "Modelled, partly measured elsewhere: bf16, sglang/0.5.6.post2/deepep_normal, one copy per (token, other node),"
         " unfused permutation, no overlap." in said
     )
     store = load(tmp_path / "out")

@@ -18,6 +18,7 @@ import yaml
 from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
+from moe_ep_bench.models.hf_config import spec_of
 from moe_ep_bench.models.memory import Fit, Served
 
 DEEPSEEK_V3 = {
@@ -235,8 +236,31 @@ def deployment(folder: Path, model: dict[str, Any], device_bytes: float = 80e9, 
         "whole": {"context_length": 0},
         **keys,
     }
+    raw["layer"] = {"dtype": "bfloat16", **raw["layer"]}
     (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
     return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", device_bytes)
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "mxfp4"}, "w4a16_mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, "int4_wo"),
+        ({"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}}}}, "int4_wo"),
+        ({"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4, "group_size": 16}}}}, "nvfp4"),
+        ({"quant_method": "bitsandbytes", "config_groups": {"group_0": 3}}, "bfloat16"),
+        ({"config_groups": [], "quant_algo": 4}, "bfloat16"),
+    ],
+)
+def test_a_checkpoints_dtype_is_read_from_its_quantization_config(stated: dict[str, Any], dtype: str) -> None:
+    values = {**DEEPSEEK_V3, "quantization_config": stated}
+    assert spec_of(values, "here").checkpoint_dtype == dtype
+    assert spec_of({**values, "quantization_config": None}, "here").checkpoint_dtype == "bfloat16"
+    nested = {"model_type": "kimi_k25", "text_config": DEEPSEEK_V3 | {"quantization_config": stated}}
+    assert spec_of(nested, "here").checkpoint_dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -239,8 +239,9 @@ def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.Ca
     assert main(["show", str(out)]) == 0
     said = capsys.readouterr().out
     assert "measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, fp8_block)" in said
-    assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=h100-sxm"]) == 2
-    assert "layer.dtype fp8_block" in capsys.readouterr().err
+    modelled = ["--set", "emulate.device=h100-sxm", "--set", "layer.dtype=nvfp4"]
+    assert main(["emulate", str(config), "--out", str(out), *modelled]) == 2
+    assert "layer.dtype nvfp4" in capsys.readouterr().err
     assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=measured"]) == 2
     assert "layer.dtype: expected float32 or bfloat16" in capsys.readouterr().err
     # Routing is the same whatever the dtype, and nothing is timed.

@@ -92,8 +92,10 @@ def _sent_words(facts: TimedFacts) -> str:
 
 
 def layer_words(facts: TimedFacts) -> str:
-    """Which layer is modelled: whose experts, where that is not the table's, and how rows are permuted."""
+    """Which layer is modelled: whose experts, where these are no roofline, and how rows are permuted."""
     experts = "Transformer Engine's experts, " if facts.experts.ran == "te" else ""
+    if facts.expert_rows is not None:
+        experts = f"{facts.expert_rows.words}, "
     permuted = {"fused": "fused permutation", "none": "no permutation"}.get(facts.permute.ran, "unfused permutation")
     return f"{experts}{permuted}"
 

@@ -44,7 +44,7 @@ def check_experiment(experiment: Experiment, backend: str, world_size: int) -> N
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
     refuse(model.num_experts % ep_size, "layer.ep_size", divisor, f"{ep_size}{'' if layer.ep_size else ' (all ranks)'}")
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
-    allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
+    allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device"
     refuse(runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype)
     sent = "null where ranks are real: they send what the layer computes"
     refuse(backend == RANKS and layer.dispatch_dtype, "layer.dispatch_dtype", sent, layer.dispatch_dtype)

@@ -258,18 +258,20 @@ class Comparison:
         facts = {
             "subject": self.scope,
             "backend": self.backend,
-            "model": self.model.model_dump(mode="json"),
+            "model": self.model.model_dump(mode="json", exclude={"checkpoint_dtype"}),
             "workload": self._workload_definition(),
             "layer": {"ep_size": self.ep_size, "seed": layer.seed},
         }
         if self.scope == "model":
             facts["whole"] = {**experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
         if self.backend != ROUTING:
-            facts["layer"] = {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size}
+            usual = {"dtype"} if layer.dtype == "bfloat16" else set()
+            asked = layer.model_dump(mode="json", exclude_defaults=True, exclude=usual)
+            facts["layer"] = {**asked, "ep_size": self.ep_size}
             facts |= {"measure": experiment.measure.definition, "world_size": self.world_size}
         if self.links is not None:
             facts["links"] = self.links.model_dump(mode="json")
-            unseen = {"num_sms"} if self.overlap == NO_OVERLAP else set()
+            unseen = {"dtypes", *(["num_sms"] if self.overlap == NO_OVERLAP else [])}
             facts["device"] = self.device and self.device.model_dump(mode="json", exclude=unseen)
             if self.overlap != NO_OVERLAP:
                 facts["overlap"] = self.overlap

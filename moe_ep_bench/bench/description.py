@@ -139,6 +139,8 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
         }
     if comparison.backend == MODELLED:
         facts["device"] = device_words(comparison)
+        if comparison.device is not None and (experts := comparison.device.experts) is not None:
+            facts["expert_rows"] = experts.model_dump(include={"name", "measured_by"})
         if comparison.scope == "layer":
             with contextlib.suppress(UserError):  # Not every model states the rest of itself.
                 facts["rest"] = rest_of(comparison)

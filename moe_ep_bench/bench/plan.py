@@ -23,8 +23,8 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.cost_model.expert_rows import load_device_of_layer
-from moe_ep_bench.cost_model.tables import load_links_of_layer
+from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
+from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
@@ -125,22 +125,27 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     if backend != RANKS:
         world_size = experiment.virtual_ranks
     assert world_size is not None
+    experiment = _with_dtype(experiment, is_modelled=backend in (VIRTUAL, MODELLED))
     checks.check_experiment(experiment, backend, world_size)
     links = device = None
     asked, emulate = experiment.layer, experiment.emulate
     if backend in (VIRTUAL, MODELLED):
         assert emulate.links is not None
-        ep_size, dtype = asked.ep_size or world_size, asked.dtype
+        model, ep_size, dtype = experiment.model.spec(), asked.ep_size or world_size, asked.dtype
         if emulate.device != MEASURED:
             backend = MODELLED
             with naming("emulate.device"):
-                device = load_device_of_layer(emulate.device, experiment.model.spec(), ep_size, dtype)
+                dtype = "bfloat16" if load_device(emulate.device).casts_late else dtype
+        with naming("emulate.links"):
+            of_layer = model, ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
+            links = load_links_of_layer(emulate.links, *of_layer, decodes=experiment.decodes)
+            links = links.scaled(emulate.bandwidth_scale)
+        if backend == MODELLED:
+            copies = links.exchange and links.exchange.copies
+            with naming("emulate.device"):
+                device = load_device_of_layer(emulate.device, model, ep_size, asked.dtype, copies)
             if asked.permute != "auto":
                 device = device.model_copy(update={"permute": asked.permute})
-            dtype = "bfloat16" if device.casts_late else dtype
-        with naming("emulate.links"):
-            of_layer = experiment.model.spec(), ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
-            links = load_links_of_layer(emulate.links, *of_layer).scaled(emulate.bandwidth_scale)
         with naming("emulate.links, layer.ep_size"):
             links.all_gather_us(0, ep_size)
             if links.exchange is not None:
@@ -167,6 +172,23 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     checks.check_batches(experiment, comparison.ep_size, comparison.num_places, comparison.rank_tokens)
     _solve_few(comparison)
     return comparison
+
+
+def _with_dtype(experiment: Experiment, *, is_modelled: bool) -> Experiment:
+    """The same with ``layer.dtype``: where none is asked for the checkpoint's, if a modelled device has figures of it.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if experiment.layer.dtype is not None:
+        return experiment
+    dtype = "bfloat16"
+    if is_modelled and experiment.emulate.device != MEASURED:
+        checkpoint, name = experiment.model.spec().checkpoint_dtype, experiment.emulate.device
+        with naming("emulate.device"):
+            has_it = name.startswith(PREFIX) or checkpoint in load_device(name).dtypes
+        dtype = checkpoint if has_it else dtype
+    return experiment.model_copy(update={"layer": experiment.layer.model_copy(update={"dtype": dtype})})
 
 
 def _solve_few(comparison: Comparison) -> None:

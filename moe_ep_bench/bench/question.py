@@ -22,7 +22,8 @@ from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
-from moe_ep_bench.cost_model.expert_rows import load_device
+from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
+from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -39,7 +40,7 @@ _OWN = ("policies", "claims", "measure", "figures", "layer.cuda_graph", "emulate
 OVERLAP = "emulate.overlap"
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
-DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128
+DEVICE, SYSTEM, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", "h100_sxm", 2048, 128
 _NODE = 8
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
 DRAWS = 5
@@ -139,7 +140,7 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
     counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
     notes += [f"{path.name}: {few}" for path in sorted(counted) if (few := uncounted_words(path))]
     chosen, left_out = candidates(asked, bounds)
-    _add_device(raw, sweep)
+    notes += _add_device(raw, sweep, asked)
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
     num_joined = len({workload.layer for workload in workloads})
     if "workload.seed" not in sweep and any(map(_is_drawn, asked)):
@@ -255,19 +256,57 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
     return found, notes
 
 
-def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """Put a device and links into a config that has none."""
+def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Experiment]) -> Iterator[str]:
+    """Put a device and links into a config that has none: measured elsewhere where tables have the layer.
+
+    Yields:
+        Why they do not.
+    """
     raw["emulate"] = emulate = raw.get("emulate") or {}
+    system, why = f"{PREFIX}{SYSTEM}", {}
     if "emulate.device" in sweep:
         devices = [device for device in sweep["emulate.device"] if device != MEASURED]
-        sweep["emulate.device"] = devices or [DEVICE]
-    elif emulate.get("device", MEASURED) == MEASURED:
-        emulate["device"] = DEVICE
+        sweep["emulate.device"], system = devices or [DEVICE], ""
+    elif (named := emulate.get("device", MEASURED)) != MEASURED:
+        system = named.partition("/")[0] if named.startswith(PREFIX) else ""
+    else:
+        emulate["device"] = system
+        try:
+            _find_rows(asked, system, of_links=False)
+        except UserError as problem:
+            emulate["device"], why["experts"] = DEVICE, str(problem)
     if emulate.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
         with naming("emulate.device"):
             emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
+        own = any(
+            one.emulate.bandwidth_scale != 1 or one.emulate.copies != "pair" for one in asked
+        )  # Of built-in links.
+        if system and not own and all(experiment.virtual_ranks > 1 for experiment in asked):
+            try:
+                _find_rows(asked, system, of_links=True)
+                emulate["links"] = system
+            except UserError as problem:
+                why["exchange"] = str(problem)
+    for words in dict.fromkeys(why.values()):
+        what = " and ".join(part for part, reason in why.items() if reason == words)
+        yield f"{what} modelled, not measured elsewhere: {words}"
+
+
+def _find_rows(asked: Sequence[Experiment], name: str, *, of_links: bool) -> None:
+    """Look for what others measured of every layer that is asked about.
+
+    Raises:
+        UserError: there is none; the line says why.
+    """
+    for experiment in asked:
+        model, ep_size, layer = experiment.model.spec(), experiment.virtual_ranks, experiment.layer
+        dtype, sms = layer.dtype or model.checkpoint_dtype, experiment.emulate.exchange_sms
+        if of_links:
+            load_links_of_layer(name, model, ep_size, dtype, sms, layer.dispatch_dtype, decodes=experiment.decodes)
+        else:
+            load_device_of_layer(name, model, ep_size, dtype, "pair" if experiment.decodes else "rank")
 
 
 def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
@@ -337,7 +376,7 @@ def _table(model: ModelSpec, bounds: Bounds) -> Iterator[tuple[str, str, dict[st
 def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """The candidates that can act here, by key of the config; of the others a line for each reason."""
     workloads = [experiment.workload for experiment in experiments]
-    decodes = any(one.whole.context_length or one.workload.is_step for one in experiments)
+    decodes = any(one.decodes for one in experiments)
     lacking = {
         "decode": not decodes,
         "prefill": decodes,

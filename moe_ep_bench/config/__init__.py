@@ -251,8 +251,8 @@ class RecordedConfig(_Workload):
 
 
 class LayerConfig(Strict):
-    dtype: Literal[(*PRECISIONS,)] = "bfloat16"
-    """Type of weights and activations; below 16 bits by a table."""
+    dtype: Literal[(*PRECISIONS,)] | None = None
+    """Of weights and activations; null = the checkpoint's where modelled, else bfloat16."""
     dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
     """What ``emulate`` sends to experts; null = as dtype."""
     ep_size: int | None = Field(None, ge=1, le=MOST)
@@ -517,6 +517,11 @@ class Experiment(SweepPoint):
     def virtual_ranks(self) -> int:
         """EP ranks where none are real."""
         return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a batch is a step of decode."""
+        return bool(self.whole.context_length) or self.workload.is_step
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

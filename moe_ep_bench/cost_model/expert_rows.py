@@ -24,8 +24,9 @@ tokens differ). num_tokens are of all ranks everywhere, and experts alone are ti
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,10 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.expert_kernels import kernel_tables
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
-from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, root
+from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, is_open, root
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate
@@ -63,20 +65,37 @@ def load_device(name: str) -> Device:
     """
     if not name.startswith(PREFIX):
         return Device.load(name)
-    system = Tables.named(name, "moe").system
+    system = name.removeprefix(PREFIX).partition("/")[0]
+    next(Tables.newest(name, "moe", ()), None) if is_open(name) else Tables.named(name, "moe")
     known = {system: _DEVICES.get(system, system.replace("_", "-")) for system in folders(root() / "data")}
     stated = [system for system, device in known.items() if device in Device.names()]
     choose("system with a file of data/devices/", system, stated)
     return Device.named(known[system])
 
 
-def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) -> Device:
+def load_device_of_layer(
+    name: str, model: ModelSpec, ep_size: int, dtype: str, exchange: Copies | None = None
+) -> Device:
     """The same for one layer, with what a table measured of its experts.
+
+    An open name means kernels that stand behind the exchange (``deepep_normal``, ``deepep_ll``); else TensorRT-LLM's,
+    which do not touch tokens of other ranks; on one rank and of a named framework others too: the newest rows first.
+
+    Args:
+        exchange: what tokens have a copy for; None = an all-to-all.
 
     Raises:
         UserError: also a dtype that the device has no figures of, a shape or an EP size that was not measured.
     """
     device = load_device(name)
+    if is_open(name):
+        for tables in Tables.newest(name, "moe", _wanted(name, ep_size, exchange)):
+            with contextlib.suppress(UserError):  # of another shape or dtype
+                return load_device_of_layer(tables.name, model, ep_size, dtype)
+        shape = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
+        raise UserError(
+            f"{name}: expected experts that were measured; got none of {shape_words(shape)}, EP {ep_size}, {dtype}"
+        )
     if not name.startswith(PREFIX):
         if dtype not in device.dtypes:
             raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {device.name}")
@@ -92,6 +111,16 @@ def load_device_of_layer(name: str, model: ModelSpec, ep_size: int, dtype: str) 
     expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (device.reached_tbps * 1e6)
     named = {"name": tables.name, "measured_by": f"{tables.words}, {dtype}", "expert_us": expert_us}
     return device.model_copy(update={"experts": table.model_copy(update=named)})
+
+
+def _wanted(name: str, ep_size: int, exchange: Copies | None) -> Iterator[tuple[str, str]]:
+    """Frameworks and kernels by which a rank's experts are priced best, the best first."""
+    if exchange is not None:
+        yield "sglang", "deepep_ll" if exchange == "pair" else "deepep_normal"
+    yield "trtllm", ""
+    yield "trtllm", WIDE
+    if ep_size == 1 or "/" in name:
+        yield from (("vllm", ""), ("sglang", ""))
 
 
 def read_moe(

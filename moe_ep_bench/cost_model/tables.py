@@ -18,7 +18,9 @@ Nothing is kept beyond the process. No row of theirs is part of this repository 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
@@ -137,6 +139,12 @@ def _names(file: Path, backend: str) -> set[str]:
     return set(pq.read_table(file, columns=["comm_backend"])[0].to_pylist()) if file.name == A2A else {backend}
 
 
+def is_open(name: str) -> bool:
+    """Whether a name leaves the version open: ``table:SYSTEM`` or ``table:SYSTEM/FRAMEWORK``, the newest that fits."""
+    parts = name.removeprefix(PREFIX).split("/")
+    return name.startswith(PREFIX) and len(parts) < 3 and all(parts)
+
+
 class Tables(NamedTuple):
     """The file of one framework's version on one system.
 
@@ -173,6 +181,27 @@ class Tables(NamedTuple):
             what = "exchange" if kind == "comm" else "experts"
             choose(f"kind of {what} of {framework} {version}", backend, [*filter(None, parts[version])])
         return cls(system, framework, version, kind, backend)
+
+    @classmethod
+    def newest(cls, name: str, kind: str, wanted: Iterable[tuple[str, str]]) -> Iterator[Tables]:
+        """Files that an open name may mean (``is_open``), in the order of ``wanted``, newest versions first.
+
+        Args:
+            wanted: frameworks and what follows a version.
+
+        Raises:
+            UserError: an unknown part; one line that lists what there is.
+        """
+        system, _, framework = name.removeprefix(PREFIX).partition("/")
+        data = root() / "data"
+        choose("system", system, [known for known in folders(data) if folders(data / known / kind)])
+        if framework:
+            choose("framework", framework, folders(data / system / kind))
+        for of_framework, backend in dict.fromkeys(wanted):
+            parts = _parts(data / system / kind / of_framework, kind)
+            for version in sorted(parts, key=lambda one: [*map(int, re.findall(r"\d+", one))], reverse=True):
+                if framework in ("", of_framework) and backend in parts[version]:
+                    yield cls(system, of_framework, version, kind, backend)
 
     @property
     def name(self) -> str:
@@ -218,9 +247,19 @@ class Tables(NamedTuple):
 
 
 def load_links_of_layer(
-    name: str, model: ModelSpec, num_ranks: int, dtype: str, sms: int | None = None, dispatch_dtype: str | None = None
+    name: str,
+    model: ModelSpec,
+    num_ranks: int,
+    dtype: str,
+    sms: int | None = None,
+    dispatch_dtype: str | None = None,
+    *,
+    decodes: bool = False,
 ) -> Links:
     """``load_links`` for one layer: those of an exchange with the rows of its shape.
+
+    An open name means an exchange: low-latency kernels where a batch is a step of decode, others at prefill; of SGLang,
+    vLLM or TensorRT-LLM, the newest rows first.
 
     Args:
         num_ranks: of the EP group.
@@ -231,6 +270,21 @@ def load_links_of_layer(
     Raises:
         UserError: also what was not measured, with a list of what was.
     """
+    if is_open(name):
+        wanted = [
+            (framework, backend)
+            for framework in ("sglang", "vllm", "trtllm")
+            for backend, (_, copies) in BACKENDS[framework].items()
+            if (copies == "pair") == decodes
+        ]
+        for tables in Tables.newest(name, "comm", wanted):
+            with contextlib.suppress(UserError):  # of another shape
+                return load_links_of_layer(tables.name, model, num_ranks, dtype, sms, dispatch_dtype)
+        stage = "decode" if decodes else "prefill"
+        raise UserError(
+            f"{name}: expected an exchange that was measured at {stage}; got none of hidden size"
+            f" {model.expert_hidden_size}, EP {num_ranks}"
+        )
     if not name.startswith(PREFIX) or not (tables := Tables.named(name, "comm")).backend:
         if sms is not None:
             raise UserError(f"exchange_sms: expected none but with an exchange of tables, got {sms} with {name}")

@@ -111,7 +111,7 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     Raises:
         UserError: as ``load_hf_model``, without the way on.
     """
-    values = _language_model(values)
+    whole, values = values, _language_model(values)
     name = values.get("model_type")
     name = name.removesuffix("_text") if isinstance(name, str) else name
     if not isinstance(name, str) or name not in families():
@@ -123,6 +123,7 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     with naming(where):
         fields = _spec_fields(family, _by_blocks(stated) if name == "nemotron_h" else stated)
     named = {"name": _name(stated), "source": where if source is None else source}
+    named["checkpoint_dtype"] = _checkpoint_dtype({**whole, **values})
     known = {key: value for key, value in fields.items() if key in ModelSpec.model_fields}
     return validated(ModelSpec, {**named, **known}, Path(where))
 
@@ -247,6 +248,29 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     above = {key: values[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in values}
     kind = {} if values.get("model_type") is None else {"model_type": values["model_type"]}
     return _language_model({**kind, **inner, **above})
+
+
+def _checkpoint_dtype(values: Mapping[str, Any]) -> str:
+    """``ModelSpec.checkpoint_dtype`` by ``quantization_config``; bfloat16 where that is missing or not known here."""
+    asked = values.get("quantization_config")
+    if not isinstance(asked, dict):
+        return "bfloat16"
+    method, algorithm = asked.get("quant_method"), str(asked.get("quant_algo")).upper()
+    if method == "fp8":
+        if values.get("expert_dtype") == "fp4":
+            return "w4a8_mxfp4_mxfp8"
+        return "fp8_block" if asked.get("weight_block_size") == [128, 128] else "fp8"
+    groups = asked.get("config_groups")
+    groups = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
+    weights = groups[0].get("weights") if groups else None
+    kind = [weights.get(key) for key in ("type", "num_bits", "group_size")] if isinstance(weights, dict) else []
+    known = {
+        "w4a16_mxfp4": method == "mxfp4" or kind == ["float", 4, 32],
+        "nvfp4": algorithm == "NVFP4" or kind == ["float", 4, 16],
+        "fp8": algorithm == "FP8" or kind[:2] == ["float", 8],
+        "int4_wo": kind[:2] == ["int", 4] or (method in ("gptq", "awq") and asked.get("bits") == 4),
+    }
+    return next((dtype for dtype, holds in known.items() if holds), "bfloat16")
 
 
 def _name(stated: Mapping[str, Any]) -> str:

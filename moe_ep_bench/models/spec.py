@@ -29,6 +29,9 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """What makes a router's scores of its logits; the last is the root of their softplus."""
 
 
+CheckpointDtype = Literal["bfloat16", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"]
+
+
 class Form(NamedTuple):
     """What attention does with a token in one layer; widths are of all heads together."""
 
@@ -179,6 +182,8 @@ class ModelSpec(Preset):
     quantized: Literal["experts", "all_linear"] = "experts"
     """What the checkpoint has in fp8 where it is in fp8: routed experts, or attention's projections, dense and shared
     FFNs too. Embedding, output, gate, norms and core attention are never; 4-bit checkpoints have experts alone."""
+    checkpoint_dtype: CheckpointDtype = "bfloat16"
+    """Of the published weights of experts, in the words of ``layer.dtype``."""
     scale: float = Field(1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
     tensor_parallel: Size = 1

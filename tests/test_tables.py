@@ -194,6 +194,21 @@ def test_a_damaged_table_is_named(made_up: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_tables_of_another_distribution_are_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module may move to another distribution, whose version then says which rows they are."""
+
+    def version(name: str) -> str:
+        if name != "others":
+            raise reading.metadata.PackageNotFoundError(name)
+        return "0.13.0"
+
+    reading.package_words.cache_clear()
+    monkeypatch.setattr(reading.metadata, "version", version)
+    monkeypatch.setattr(reading.metadata, "packages_distributions", lambda: {"aiconfigurator_core": ["others"]})
+    assert reading.package_words() == "others 0.13.0"
+    reading.package_words.cache_clear()
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PACKAGE", "no-such-package")
     with pytest.raises(ValueError, match=r"^no-such-package is not installed; .*moe-ep-bench\[tables\]'$"):

@@ -97,8 +97,12 @@ def root() -> Path:
 
 @cache
 def package_words() -> str:
-    """The package and its version."""
-    return f"{PACKAGE} {metadata.version(PACKAGE)}"
+    """The distribution that holds the tables, and its version: the package, or whichever has its module."""
+    try:
+        return f"{PACKAGE} {metadata.version(PACKAGE)}"
+    except metadata.PackageNotFoundError:
+        name = metadata.packages_distributions()[PACKAGE.replace("-", "_")][0]
+        return f"{name} {metadata.version(name)}"
 
 
 def folders(folder: Path) -> list[str]:

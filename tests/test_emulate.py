@@ -216,7 +216,8 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
 def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
     links = Links.named("h100-nvlink4")
     model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(dtype="fp8", dispatch_dtype=None)
-    comparison = SimpleNamespace(links=links, model=model, device=None, experiment=SimpleNamespace(layer=layer))
+    experiment = SimpleNamespace(layer=layer)
+    comparison = SimpleNamespace(links=links, model=model, device=None, sent_for=None, experiment=experiment)
     dispatch_us, combine_us = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
     # Four rows of 256 bytes with a weight of 4 each; results are of two bytes a value.
     np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 256) + links.intra.time_us(4 * 4)] * 2)

@@ -10,6 +10,7 @@ import faulthandler
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -102,7 +103,18 @@ def disk(out: Path) -> Iterator[Finding]:
 
 
 def exchange() -> Iterator[Finding]:
-    """Whether ranks meet, and get what they should by an all-to-all of uneven parts."""
+    """Whether ranks meet, and get what they should by an all-to-all of uneven parts.
+
+    The launcher ends all ranks as soon as one is lost. Meanwhile the others have their say, which has a limit of time.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield from _met()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _met() -> Iterator[Finding]:
     here, hint = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", "NCCL_DEBUG=INFO says more"
     try:
         ranks = join(_EXCHANGE_S)

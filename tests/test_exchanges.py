@@ -297,6 +297,9 @@ def test_sms_are_those_of_the_nearest_row() -> None:
         ({"top_k": 17}, "top_k: expected at most the 16 experts, got 17"),
         ({"dispatch_sms": (1,)}, "dispatch_sms: expected one for each of 3 points, got 1"),
         ({"num_nodes": 0}, "num_nodes"),
+        ({"num_experts": 2**31, "top_k": 2**30}, "num_experts"),
+        ({"num_experts": 15}, "num_experts: expected at least the 16 ranks, got 15"),
+        ({"dispatch_sms": (-4, 8, 8)}, "dispatch_sms"),
         ({"dispatch_scale": 0.0}, "dispatch_scale"),
     ],
 )
@@ -310,7 +313,7 @@ def test_an_exchange_of_a_file_has_sizes_that_a_layer_can_have(
     values = {**exchange("rank", num_ranks=16, num_experts=256, top_k=8).model_dump(mode="json"), **changes}
     ours, config = tmp_path / "links.yaml", tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**CONFIG, "emulate": {**CONFIG["emulate"], "links": str(ours)}}))
-    if "top_k" in changes:
+    if changes == {"top_k": 17}:
         values["num_experts"] = 16
     ours.write_text(yaml.safe_dump({**links, "exchange": values}))
     assert main(["emulate", str(config), "--dry-run"]) == USER_ERROR

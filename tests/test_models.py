@@ -218,6 +218,7 @@ def test_a_rank_holds_a_byte_for_a_weight_of_each_linear_layer_that_an_fp8_check
             "all_linear",
         ),
         ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]}, "experts"),
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, "all_linear"),
         ({"quant_method": "mxfp4"}, "experts"),
         (None, "experts"),
         ("fp8", "experts"),

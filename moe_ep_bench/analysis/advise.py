@@ -110,15 +110,15 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
     rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
     natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id")
     blocks, tables = [], []
-    several = sum(1 for _ in _alike_but_for_overlap(about)) > 1
-    for names in _alike_but_for_overlap(about):
+    questions = _alike_but_for_overlap(about)
+    for names in questions:
         own = {name: rows[rows["comparison_id"] == name] for name in names}
         first, *others = names
         differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
         for name in (first, *differ):
             point = json.loads(about.loc[name, "point"])
             overlap = point.pop(OVERLAP, None) if not differ else None
-            where = (point_words(point) or about.loc[name, "title"]) if several or differ else ""
+            where = (point_words(point) or about.loc[name, "title"]) if len(questions) > 1 or differ else ""
             lines = _answer(own[name], about.loc[name], natives.loc[name])
             if overlap is not None:
                 lines += [_also(own[other], about.loc[other], natives.loc[other]) for other in others]
@@ -131,13 +131,13 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
     return "\n\n".join([*blocks, *([render(tables, "text")] if tables else []), notes])
 
 
-def _alike_but_for_overlap(about: pd.DataFrame) -> Iterator[list[str]]:
+def _alike_but_for_overlap(about: pd.DataFrame) -> list[list[str]]:
     """Comparisons that ask of the same point with one overlap and another, by id."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, facts in about.iterrows():
         point = {key: value for key, value in json.loads(facts["point"]).items() if key != OVERLAP}
         alike.setdefault((facts["facts"]["title"], json.dumps(point)), []).append(name)
-    yield from alike.values()
+    return list(alike.values())
 
 
 def _pick_of(rows: pd.DataFrame) -> str | None:

@@ -114,6 +114,8 @@ class _Workload(Strict):
             raise UserError("give either tokens_per_rank or num_tokens, or tokens_of_ranks")
         if self.tokens_of_ranks is not None and not any(self.tokens_of_ranks):
             raise UserError("tokens_of_ranks: expected some tokens, got none on any rank")
+        if sum(self.tokens_of_ranks or ()) > MOST:
+            raise UserError(f"tokens_of_ranks: expected at most {MOST:,} tokens in all")
         return self
 
     def total_tokens(self, world_size: int) -> int:

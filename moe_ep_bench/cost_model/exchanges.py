@@ -29,13 +29,15 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import MOST, Strict
 
 Copies = Literal["rank", "node", "pair"]
+# Binomial coefficients of more experts would take minutes.
+_MOST_EXPERTS = 2**16
 _OF: dict[Copies, str] = {"rank": "rank", "node": "other node", "pair": "expert"}
 
 
@@ -50,17 +52,17 @@ class Exchange(Strict):
     """What a token has a copy for."""
     num_ranks: int = Field(ge=1, le=MOST)
     num_nodes: int = Field(ge=1, le=MOST)
-    num_experts: int = Field(ge=1, le=MOST)
-    top_k: int = Field(ge=1, le=MOST)
+    num_experts: int = Field(ge=1, le=_MOST_EXPERTS)
+    top_k: int = Field(ge=1, le=_MOST_EXPERTS)
     """Those of the rows, from which the copies of uniform routing follow."""
     hidden_size: int = Field(ge=1, le=MOST)
     sent_as: str | None = None
     """What a token of the rows is dispatched as; None = as the framework has it."""
     dispatch: Curve
     combine: Curve
-    dispatch_sms: tuple[int, ...] = ()
+    dispatch_sms: tuple[NonNegativeInt, ...] = ()
     """Streaming multiprocessors of each point's row, ascending in tokens; () = not stated."""
-    combine_sms: tuple[int, ...] = ()
+    combine_sms: tuple[NonNegativeInt, ...] = ()
     dispatch_scale: PositiveFloat = 1.0
     """Bytes of a token that is sent over those of the row's."""
     combine_scale: PositiveFloat = 1.0
@@ -72,6 +74,8 @@ class Exchange(Strict):
             raise UserError(f"num_ranks: expected a multiple of the {self.num_nodes} nodes, got {self.num_ranks}")
         if self.copies == "node" and self.num_nodes == 1:
             raise UserError("copies: expected rank or pair on one node, got node")
+        if self.num_experts < self.num_ranks:
+            raise UserError(f"num_experts: expected at least the {self.num_ranks} ranks, got {self.num_experts}")
         if self.top_k > self.num_experts:
             raise UserError(f"top_k: expected at most the {self.num_experts} experts, got {self.top_k}")
         for phase in ("dispatch", "combine"):

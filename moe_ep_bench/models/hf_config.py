@@ -226,7 +226,8 @@ def _quantized(stated: Mapping[str, Any]) -> str:
     how = stated.get("quantization_config")
     if not isinstance(how, dict) or how.get("quant_method") != "fp8":
         return "experts"
-    kept = how.get("modules_to_not_convert") or how.get("ignored_layers") or []
+    kept = how.get("modules_to_not_convert") or how.get("ignored_layers")
+    kept = kept if isinstance(kept, list) else []
     keeps_attention = any(str(name).endswith(("attn", "attention", "o_proj")) for name in kept)
     return "experts" if keeps_attention else "all_linear"
 

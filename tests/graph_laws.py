@@ -74,7 +74,7 @@ def what_a_graph_reads_lives_as_long_as_the_graph(lab: Lab) -> None:
     stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with mock.patch.object(components, "decode_experts", dense_decode_experts):
         lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
-        stack.take(stack.forms)
+        stack.select_forms(stack.forms)
         router, meet = stack.moe_layers[None].router, Rendezvous(lab.ep_group, lab.ranks.device)
         run = CapturedRun(stack, hidden_TD.unsqueeze(1), TapeGraph(), TapeClock(), meet, by_phase=False)
         read = [weakref.ref(one) for one in (router.context, router.replay_TE)]

@@ -49,7 +49,7 @@ class Lab:
         for forms in built.forms.values():
             forms.native.router.replay_TE = forms.policy.router.replay_TE = None
             forms.policy.router.policy = make_policy({"name": "topk"})
-        built.take(())
+        built.select_forms(())
         return built
 
     def prompts(self, model: ModelSpec) -> Prefill:
@@ -74,7 +74,7 @@ def unmodified(lab: Lab, name: str, built: Stack) -> megatron.GPTModel:
     gpt = megatron.build_gpt(
         config, spec, model.vocab_size, max_length=64, tied=model.tied_embeddings, ep_group=lab.groups.ep
     )
-    built.take(())
+    built.select_forms(())
     gpt.load_state_dict(built.gpt.state_dict(), strict=False)
     own = {key for key in gpt.state_dict() if "_extra_state" not in key}
     assert own <= set(built.gpt.state_dict()), "weights are missing"
@@ -109,7 +109,7 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
         expected_TV = whole_sequence(theirs, ids_T)
         assert expected_TV.std() > 0.1
         assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: native differs"
-        built.take(built.forms)
+        built.select_forms(built.forms)
         if model.normalize:  # Megatron-Core's weights are then the same numbers by another formula.
             torch.testing.assert_close(whole_sequence(built.gpt, ids_T), expected_TV, rtol=1e-4, atol=1e-5)
         else:

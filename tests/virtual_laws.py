@@ -80,7 +80,7 @@ class OnVirtualRanks:
         forms, ranks = self.stack.forms, range(len(self.sizes))
         taken = forms.keys() if policy_layers is None else policy_layers
         self.policies = {layer: policy_of(spec) if layer in taken else None for layer in forms}
-        self.stack.take([layer for layer, policy in self.policies.items() if policy is not None])
+        self.stack.select_forms([layer for layer, policy in self.policies.items() if policy is not None])
         routings, announced = {}, {}
         for layer, policy in self.policies.items():
             rule, scores = policy or make_policy({"name": "topk"}), self.scores[layer]

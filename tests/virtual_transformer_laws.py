@@ -66,7 +66,7 @@ class Model(OnVirtualRanks):
 
 def expected_logits(model: Model, one: Stack, routings: dict[int, list[Routing]], rank: int, cache) -> Tensor:
     """Of a rank's tokens alone, on all experts, with the routing that was worked out for them."""
-    one.take(one.forms.keys())
+    one.select_forms(one.forms.keys())
     with contextlib.ExitStack() as given:
         for layer, moe in one.moe_layers.items():
             routing = routings[layer][rank]

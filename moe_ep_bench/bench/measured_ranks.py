@@ -167,7 +167,7 @@ class VirtualRanks:
         nothing_RE = torch.zeros(self.group.size(), stack.model.num_experts, dtype=torch.int64, device=stack.device)
         self.announced = dict.fromkeys(stack.forms, Announced(nothing_RE))
         self.checks_counts = False  # The gate routes; what it selects does not matter.
-        stack.take(())
+        stack.select_forms(())
         with self.connected():
             filled.fill_(stack.gpt, stack.device, stack.seed)
         self.checks_counts = True

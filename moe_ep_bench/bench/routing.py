@@ -361,7 +361,7 @@ class CaseRouter:
     def enter(self, stack: Stack, shares: Mapping[int | None, Share]) -> None:
         """Put the case's routing of a rank's tokens of a batch into the MoE layers of ``stack``."""
         policy = self.case.policy
-        stack.take(() if policy is None else stack.forms)
+        stack.select_forms(() if policy is None else stack.forms)
         for layer, share in shares.items():
             if policy is None:  # By Megatron-Core's own router.
                 stack.route(layer, share.logits_TE)

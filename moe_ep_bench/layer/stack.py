@@ -91,9 +91,9 @@ class Stack:
             for layer in (layer for layer in model.moe_layers if layer < num_layers):
                 self._add(layer, self.gpt.decoder.layers[layer].mlp)
         self._seed()
-        self.take(())
+        self.select_forms(())
 
-    def take(self, policy_layers: Container[int | None]) -> None:
+    def select_forms(self, policy_layers: Container[int | None]) -> None:
         """Run the policy's form of these layers, and the native form of all others."""
         for layer, (native, policy) in self.forms.items():
             moe = self.moe_layers[layer] = policy if layer in policy_layers else native

@@ -100,7 +100,7 @@ def run(suite: str, report: Path) -> None:
                 error = ""
             except Exception:
                 error = traceback.format_exc()[-1500:]
-            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.told(error)) if text]
+            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.all_gather(error)) if text]
             results[name] = "\n".join(errors) or None
             if ranks.is_first:
                 report.write_text(json.dumps(results))

@@ -39,7 +39,7 @@ def test_of_every_message_the_median_of_the_slowest_ranks_counts(monkeypatch: py
     monkeypatch.setattr(calibrate, "clock_for", lambda _: None)
     monkeypatch.setattr(calibrate, "_exchange", lambda _, share: partial(sent.append, share))
     monkeypatch.setattr(calibrate, "time_us", lambda *_: next(mine))
-    ranks = SimpleNamespace(device=torch.device("cpu"), told=lambda times: [times, np.array(theirs)])
+    ranks = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda times: [times, np.array(theirs)])
     found = calibrate.measure(ranks, [7, 8], 6)
     # This rank's: 1, 2, 5, 6, 9, 11 and 3, 4, 7, 8, 10, 12.
     assert found.tolist() == [np.median([1, 9, 5, 9, 9, 11]), 50]

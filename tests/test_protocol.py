@@ -294,7 +294,7 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_WARM_UP", 0)
     monkeypatch.setattr(calibrate, "_exchange", lambda ranks, share: clock.does("work"))
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
-    ranks = SimpleNamespace(device=torch.device("cpu"), told=lambda times: [times])
+    ranks = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda times: [times])
     calibrate.measure(ranks, [8], 6)
 
 

@@ -23,7 +23,7 @@ from test_run import environment
 from torch.distributed import DistBackendError
 
 from moe_ep_bench import files
-from moe_ep_bench.bench.run import left_of
+from moe_ep_bench.bench.run import pending_cases
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of, hold, is_held, lock_file
@@ -233,7 +233,7 @@ def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_
     comparison = SimpleNamespace(comparison_id="x", cases=[SimpleNamespace(case_id=case) for case in "ab"])
 
     def left(launch: int, *, force: bool = False) -> tuple[list[str], list[str]]:
-        (found,) = left_of(directory, [comparison], launch, force=force)
+        (found,) = pending_cases(directory, [comparison], launch, force=force)
         return found.case_ids, [f"{status}: {words}" for status, words in found.lost.values()]
 
     for launch in (0, 1):

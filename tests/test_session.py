@@ -13,18 +13,18 @@ from moe_ep_bench.bench import inspection, measuring
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.layer.graphs import unfit_environment
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
-from moe_ep_bench.runtime.ranks import ToldError
+from moe_ep_bench.runtime.ranks import ReportedError
 
 
 def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
     made = mock.Mock()
-    made.measured.side_effect = ToldError
+    made.measured.side_effect = ReportedError
     monkeypatch.setattr(measuring, "Measurement", lambda *_: made)
     for name in ("compute_alone", "expert_parallel_groups"):
         monkeypatch.setattr(measuring, name, lambda *_: None)
-    ranks = SimpleNamespace(device=torch.device("cpu"), first_word=lambda text: text)
-    with pytest.raises(ToldError):
+    ranks = SimpleNamespace(device=torch.device("cpu"), first_error=lambda text: text)
+    with pytest.raises(ReportedError):
         measuring.measure_comparison(mock.Mock(ranks=ranks), mock.MagicMock(), ["native"])
     assert made.close.called
 
@@ -44,16 +44,16 @@ def test_a_rank_goes_on_after_an_exception_but_not_after_a_collective_failed(
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cpu"), rank=0))
     if survives is None:
         with pytest.raises(type(error)):
-            Job.survive(here, error)
+            Job.record_failure(here, error)
     else:
-        assert Job.survive(here, error) == survives
+        assert Job.record_failure(here, error) == survives
 
 
 def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = mock.Mock(ranks=SimpleNamespace(device=torch.device("cuda"), rank=0))
     monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=RuntimeError("CUDA error: an illegal access")))
     with pytest.raises(ValueError, match="no kernel"):
-        Job.survive(here, ValueError("no kernel"))
+        Job.record_failure(here, ValueError("no kernel"))
 
 
 @pytest.mark.parametrize("errors", [(math.nan, 0.5), (0.5, math.nan)])
@@ -62,7 +62,7 @@ def test_a_case_that_was_once_no_number_stays_so_and_is_dropped(errors: tuple[fl
     assert math.isnan(error)
     dropped: list[str] = []
     held = mock.Mock(cases=[mock.Mock(error=error, problem="")], dtype=torch.float32)
-    held.job.ranks.told = lambda value: [value]
+    held.job.ranks.all_gather = lambda value: [value]
     held.drop = lambda case, status, reason: dropped.append(status)
     inspection.drop_failing(held, "before timing")
     assert dropped == ["failed"]

@@ -104,8 +104,8 @@ class CaseSpec:
     def label(self) -> str:
         return self.rule.label if self.rule else _LABELS.get(self.role, self.name)
 
-    def told(self, context: RoutingContext) -> RoutingContext:
-        """Fields of the context that the router may see: policies know the padding, Megatron-Core's own does not."""
+    def visible(self, context: RoutingContext) -> RoutingContext:
+        """Fields of the context that the case's router may see: policies know the padding, Megatron-Core's does not."""
         return replace(context, token_mask_T=None) if self.policy is None else context
 
     def facts(self, **more: Any) -> CaseFacts:
@@ -219,7 +219,7 @@ class Comparison:
     def cases(self) -> list[CaseSpec]:
         """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
 
-        Routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the baseline.
+        Routing needs neither noise nor ceiling, and ``topk`` only where it knows of padding: else it is the baseline.
         """
         experiment, timed = self.experiment, self.backend != ROUTING
         keeps_topk = timed or experiment.workload.padding_per_rank
@@ -386,7 +386,7 @@ class Comparison:
         return tokens.with_padding(self.experiment.workload.padding_per_rank)
 
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
-        """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
+        """Facts of a rank's tokens in a layer, but for randomness (``CaseSpec.visible``)."""
         share = self.experiment.workload.image_share
         return RoutingContext(
             top_k=self.model.top_k,

@@ -93,7 +93,7 @@ def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Comparis
             with naming(comparison.title):
                 for index in range(workload.num_batches):
                     workload.solve(index)
-    of_ranks = ranks.told(provenance.describe_rank(ranks.device))
+    of_ranks = ranks.all_gather(provenance.describe_rank(ranks.device))
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
     return run_json(run_id, comparisons, {**described, "ranks": of_ranks}, partial(timed_facts, ranks=ranks))

@@ -121,7 +121,7 @@ def _without_others(case: Case) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        case.problem = case.problem or case.session.job.survive(error)
+        case.problem = case.problem or case.session.job.record_failure(error)
 
 
 def try_all(session: Session) -> None:
@@ -209,15 +209,15 @@ def worse(error: float, other: float) -> float:
 def drop_failing(session: Session, when: str) -> None:
     """Record cases whose output is wrong on any rank as failed, and go on without them."""
     tolerance = TOLERANCE[session.dtype]
-    of_ranks = session.job.ranks.told([(case.problem, case.error) for case in session.cases])
-    for case, told in zip(list(session.cases), zip(*of_ranks, strict=True), strict=True):
-        worst = [error for _, error in told]
-        if problems := [(rank, problem) for rank, (problem, _) in enumerate(told) if problem]:
-            rank, reason = problems[0]
+    of_ranks = session.job.ranks.all_gather([(case.problem, case.error) for case in session.cases])
+    for case, found_R in zip(list(session.cases), zip(*of_ranks, strict=True), strict=True):
+        problem_R, error_R = zip(*found_R, strict=True)
+        if any(problem_R):
+            rank, reason = next((rank, problem) for rank, problem in enumerate(problem_R) if problem)
             status, words = split_reason(reason)
             session.drop(case, status, f"{when}: rank {rank}: {words}")
-        elif not all(error <= tolerance for error in worst):
-            what = f"output differs from the dense reference by {np.max(worst):.2g}, allowed is {tolerance:g}"
+        elif not all(error <= tolerance for error in error_R):
+            what = f"output differs from the dense reference by {np.max(error_R):.2g}, allowed is {tolerance:g}"
             session.drop(case, "failed", f"{when}: {what}")
 
 

@@ -17,7 +17,7 @@ from moe_ep_bench.errors import LOST, brief, naming
 from moe_ep_bench.files import writing_to
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.attempts import Guard, is_of_peers, reason_of
-from moe_ep_bench.runtime.ranks import Ranks, T, ToldError
+from moe_ep_bench.runtime.ranks import Ranks, ReportedError, T
 
 
 @dataclass
@@ -42,15 +42,15 @@ class Job:
         Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
 
         Raises:
-            ToldError: results cannot be written; on all ranks, after one line to the user.
+            ReportedError: results cannot be written; on all ranks, after one line to the user.
         """
         first = comparisons[0]
-        told = writing_to(self.directory.root, "--out")(Guard)
+        new_guard = writing_to(self.directory.root, "--out")(Guard)
         where = self.directory.attempts, first.comparison_id, self.ranks.rank, first.experiment.measure.timeout_s
-        with self.ranks.agree(partial(told, *where)) as self.guard:
+        with self.ranks.agree(partial(new_guard, *where)) as self.guard:
             try:
                 yield
-            except ToldError:
+            except ReportedError:
                 raise
             except Exception as error:
                 try:
@@ -69,11 +69,11 @@ class Job:
         self.guard.at(case_id)
         self.progress.update(self.progress.n < (self.progress.total or 0))  # which is about so many
 
-    def survive(self, error: Exception) -> str:
-        """Say why this rank loses a case to an exception outside of collectives, and return the reason.
+    def record_failure(self, error: Exception) -> str:
+        """Record that an exception outside of collectives costs this rank a case; return the reason.
 
-        All ranks then agree on it and go on, as none waits for this one. Should others wait in a collective after all,
-        the job is lost, and this is why.
+        All ranks then agree on it and go on, as none waits for this one. If others wait in a collective after all, the
+        job is lost for this reason.
 
         Raises:
             Exception: the same, where this rank cannot go on: a collective did fail, or its device answers no more.
@@ -90,10 +90,10 @@ class Job:
         return reason
 
     def on_first(self, act: Callable[[], T], hint: str = "") -> T:
-        """Have rank 0 act in the results directory for all, and tell them what came of it.
+        """Call ``act`` on rank 0, in the results directory; return its result on every rank.
 
         Raises:
-            ToldError: it cannot; on all ranks, after one line to the user, which ends with ``hint``.
+            ReportedError: ``act`` raised ValueError or OSError; on all ranks, after one line that ends with ``hint``.
         """
 
         def write() -> T:

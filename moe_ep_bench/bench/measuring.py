@@ -42,7 +42,7 @@ from moe_ep_bench.timing.timer import clock_for
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
-    """Measure ``cases``; every rank calls this alike, and gets what it came to."""
+    """Measure ``cases``; every rank calls this alike, and rank 0 gets the samples."""
     job.guard.at(comparison.comparison_id)
     session, reason = None, ""
     # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
@@ -52,8 +52,8 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             session = Measurement(job, comparison, cases, groups)
             compute_alone(session)
         except Exception as error:
-            reason = job.survive(error)
-        if first := job.ranks.first_word(reason):
+            reason = job.record_failure(error)
+        if first := job.ranks.first_error(reason):
             rank, _, said = first.partition(": ")
             status, words = split_reason(said)
             outcome = Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
@@ -110,7 +110,7 @@ class Measurement(Session):
                 self.job.guard.feed()
                 eager = look(case, batch)
                 self._capture(case, batch)
-                if self.job.ranks.first_word(case.problem):
+                if self.job.ranks.first_error(case.problem):
                     break
                 look_replayed(case, batch, eager)
                 if batch:  # The first is looked at again after timing.
@@ -140,7 +140,7 @@ class Measurement(Session):
         clock = clock_for(self.device)
         if self.settings.breakdown_iterations:
             warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
-        slowest = lambda times_B: np.max(self.job.ranks.told(times_B), axis=0)  # noqa: E731
+        slowest = lambda times_B: np.max(self.job.ranks.all_gather(times_B), axis=0)  # noqa: E731
         result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
         self.conditions["warm_up"] = asdict(result)
 
@@ -154,10 +154,10 @@ class Measurement(Session):
             measure(self.timed, steps, self.job.begin, self.samples.add)
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
-        self.conditions["ranks"] = self.job.ranks.told(here)
+        self.conditions["ranks"] = self.job.ranks.gather(here)
 
     def gather(self) -> None:
-        """Gather all ranks' samples and metrics."""
+        """Gather all ranks' samples and metrics to rank 0, which writes them."""
         ranks, outcome = self.job.ranks, self.outcome
         if self.captured is None:
             self.conditions["unclocked"] = {case.case_id: case.unclocked for case in self.cases if case.unclocked}
@@ -165,5 +165,8 @@ class Measurement(Session):
         for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
             if case in self.cases:
                 self.job.guard.feed()
-                outcome.times[case.case_id] = np.stack(ranks.told(times_SC))
-                outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))
+                of_ranks = ranks.gather((times_SC, list(case.rows.values())))
+                if ranks.is_first:
+                    times_R, rows_R = zip(*of_ranks, strict=True)
+                    outcome.times[case.case_id] = np.stack(times_R)
+                    outcome.rows[case.case_id] = list(chain(*rows_R))

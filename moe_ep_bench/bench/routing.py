@@ -341,7 +341,7 @@ class CaseRouter:
         place = [key for key in (share.layer, share.number or None) if key is not None]
         device, load_E = share.context.request_id_T.device, self.carried(share.layer, share.batch, share.rank)
         draws = seeded_generator(device, self.batches.seed, DRAWS, share.batch, share.rank, *place)
-        return replace(self.case.told(share.context), generator=draws, load_E=load_E)
+        return replace(self.case.visible(share.context), generator=draws, load_E=load_E)
 
     def route(self, share: Share, stats_MSE: Tensor | None) -> Routing:
         """The case's routing of a rank's tokens, over experts: of each micro-batch (M) by itself."""
@@ -366,9 +366,10 @@ class CaseRouter:
             if policy is None:  # By Megatron-Core's own router.
                 stack.route(layer, share.logits_TE)
                 continue
-            told = self.context(share)
-            here = policy.in_layer(told.layer_fraction)
-            context = replace(told, random_TE=here.random_keys(share.logits_TE, told))  # a captured graph cannot draw
+            context = self.context(share)
+            here = policy.in_layer(context.layer_fraction)
+            # A captured graph cannot draw.
+            context = replace(context, random_TE=here.random_keys(share.logits_TE, context))
             stack.route(layer, share.logits_TE, here, context)
 
     def carried(self, layer: int | None, index: int, rank: int) -> Tensor | None:

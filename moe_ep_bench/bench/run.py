@@ -28,7 +28,7 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
 from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often
-from moe_ep_bench.runtime.ranks import Ranks, ToldError, as_rank, join
+from moe_ep_bench.runtime.ranks import Ranks, ReportedError, as_rank, join
 from moe_ep_bench.runtime.torchrun import (
     STOPPED_WORDS,
     Ended,
@@ -104,7 +104,7 @@ def emulate(comparisons: Sequence[Comparison], out: Path, *, force: bool = False
     try:
         with contextlib.closing(join(_JOIN_TIMEOUT_S, measures=measures)) as ranks:
             return _measure(Job(ranks, RunDirectory(out)), comparisons, force=force)
-    except ToldError:
+    except ReportedError:
         return USER_ERROR
 
 
@@ -200,7 +200,7 @@ def _agreed_plan(
     """Every rank reads the config and opens the workloads.
 
     Raises:
-        ToldError: some rank cannot, or they differ.
+        ReportedError: some rank cannot, or they differ.
     """
     # Whoever launched this rank has tried out what it is to do.
     how: Any = {"point": point, "try_out": not is_launched()}
@@ -212,15 +212,15 @@ def _agreed_plan(
         "the code of moe-ep-bench": provenance.code_hash(),
         **provenance.package_versions(),
     }
-    of_ranks = ranks.told(facts)
+    facts_R = ranks.all_gather(facts)
     unlike = (
-        f"{what} is not the same on all ranks: rank {rank} has {told.get(what)}, rank 0 {known}; start all ranks alike"
-        for rank, told in enumerate(of_ranks)
-        for what, known in of_ranks[0].items()
-        if told.get(what) != known
+        f"{what} is not the same on all ranks: rank {rank} has {here.get(what)}, rank 0 {known}; start all ranks alike"
+        for rank, here in enumerate(facts_R)
+        for what, known in facts_R[0].items()
+        if here.get(what) != known
     )
-    if ranks.complain(next(unlike, "")):
-        raise ToldError
+    if ranks.report_error(next(unlike, "")):
+        raise ReportedError
     return comparisons
 
 
@@ -234,13 +234,13 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
     ranks, directory, ended = job.ranks, job.directory, ""
     with contextlib.ExitStack() as held:
 
-        def take() -> list[Left]:
+        def lock() -> list[Pending]:
             here = {**provenance.hardware(ranks.device), **provenance.package_versions()}
             # From here on no other job writes these comparisons, until this one ends.
             held.enter_context(_held(directory, comparisons, provenance.conditions(here), force=force))
-            return left_of(directory, comparisons, job.launch, force=force)
+            return pending_cases(directory, comparisons, job.launch, force=force)
 
-        todo, run_id = job.on_first(take), ranks.of_first(_new_run_id())
+        todo, run_id = job.on_first(lock), ranks.broadcast(_new_run_id())
         if any(left.case_ids or left.lost for left in todo):
             # Made on every rank, which solves for all batches.
             description = ranks.agree(partial(describe_timed_run, ranks, run_id, comparisons))
@@ -251,7 +251,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
             for comparison, left in zip(comparisons, todo, strict=True):
                 if not left.case_ids and not left.lost:
                     continue
-                if ranks.of_first(asked_to_close()):
+                if ranks.broadcast(asked_to_close()):
                     ended = STOPPED_WORDS
                     break
                 cases = [case for case in comparison.cases if case.case_id in left.case_ids]
@@ -268,15 +268,17 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
         return CLOSED if ended == STOPPED_WORDS else job.on_first(partial(_status, directory, comparisons, job.launch))
 
 
-class Left(NamedTuple):
-    """Ids of a comparison's cases that are left to measure; of those that were lost too often status and reason."""
+class Pending(NamedTuple):
+    """Ids of a comparison's cases that are to be measured; status and reason of those that were lost too often."""
 
     case_ids: list[str]
     lost: dict[str, tuple[str, str]]
 
 
-def left_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, *, force: bool) -> list[Left]:
-    """What is left to run, per comparison. What lost jobs left behind is noted and removed.
+def pending_cases(
+    directory: RunDirectory, comparisons: Sequence[Comparison], launch: int, *, force: bool
+) -> list[Pending]:
+    """Cases to measure, by comparison. Files of jobs that were lost are recorded and removed.
 
     Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases that were
     lost too often.
@@ -292,10 +294,10 @@ def left_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: 
     todo = []
     for comparison_id, case_ids in ids.items():
         if directory.statuses(comparison_id, launch).keys() >= set(case_ids):
-            todo.append(Left([], {}))
+            todo.append(Pending([], {}))
             continue
         lost = lost_too_often(directory.attempts, comparison_id, case_ids)
-        todo.append(Left([case_id for case_id in case_ids if case_id not in lost], lost))
+        todo.append(Pending([case_id for case_id in case_ids if case_id not in lost], lost))
     return todo
 
 

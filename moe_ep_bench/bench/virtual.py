@@ -58,7 +58,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         from moe_ep_bench.layer.megatron import expert_parallel_groups
 
         expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
-        failed = emulation.check(job.survive)
+        failed = emulation.check(job.record_failure)
         conditions = emulation.measure() if emulation.cases else None
         free_memory(job.ranks.device)
         outcome = emulation.outcome()
@@ -180,13 +180,13 @@ class Emulation:
     def cases(self) -> list[CaseSpec]:
         return [router.case for router in self.routed.routers]
 
-    def check(self, survive: Callable[[Exception], str]) -> dict[CaseSpec, str]:
+    def check(self, record_failure: Callable[[Exception], str]) -> dict[CaseSpec, str]:
         """Hold every case against the dense reference, at a small hidden size and with rows that are truly exchanged.
 
         Cases that fail are left out, and returned with the reason.
 
         Args:
-            survive: returns the reason where a case raises (``Job.survive``).
+            record_failure: returns the reason where a case raises (``Job.record_failure``).
         """
         from moe_ep_bench.bench.measured_ranks import SmallLayers
 
@@ -199,7 +199,7 @@ class Emulation:
                 try:
                     error = self.errors[case.case_id, layer] = small.error(router, layer)
                 except Exception as problem:
-                    failed[case] = survive(problem)
+                    failed[case] = record_failure(problem)
                     continue
                 if not error <= allowed:  # NaN too
                     what = f"output differs from the dense reference by {error:.2g}"

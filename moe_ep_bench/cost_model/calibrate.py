@@ -122,7 +122,7 @@ def measure(ranks: Ranks, share_N: Sequence[int], repetitions: int) -> NDArray[n
             taken_us += [time_us(run, clock, meet) for _ in range(number, repetitions, _PASSES)]
             del run  # and with it its buffers, before others are made
     faulthandler.cancel_dump_traceback_later()
-    slowest_us = np.max(ranks.told(np.array(list(times_us.values()))), axis=0)
+    slowest_us = np.max(ranks.all_gather(np.array(list(times_us.values()))), axis=0)
     return np.median(slowest_us, axis=1)
 
 

@@ -1,7 +1,7 @@
 """What runs on this rank: a stack of MoE layers, which is one layer alone or all of a model with what lies between.
 
-Every MoE layer has two forms that share one set of weights; ``take`` selects which of them runs. ``native`` is the
-baseline of every speedup: Megatron-Core's router on its dropless path, which knows its buffer sizes beforehand.
+Every MoE layer has two forms with one set of weights; ``select_forms`` says which runs. ``native`` is the baseline
+of every speedup: Megatron-Core's router on its dropless path, which knows its buffer sizes beforehand.
 ``policy`` takes any number of experts per token, and waits for the host where native does. Random weights follow from
 the seed, the layer and the expert's global id, not from the number of ranks.
 

@@ -26,6 +26,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,7 @@ class Guard:
         limit = datetime.timedelta(seconds=self._timeout_s)
         os.write(self._file, f"Timeout ({limit})!\n".encode())
         faulthandler.dump_traceback(self._file)
-        where = f"no progress for {limit} in {_Left.read(self._path).place}"
+        where = f"no progress for {limit} in {_RankFile.read(self._path).place}"
         print(f"moe-ep-bench: {where}; the same command goes on", file=sys.stderr, flush=True)
         os._exit(LOST)
 
@@ -121,8 +122,8 @@ class Guard:
 # ---- at the next start -----------------------------------------------------------------------------------------------
 
 
-class _Left(NamedTuple):
-    """What a rank's file was left to say."""
+class _RankFile(NamedTuple):
+    """The file of a rank that did not end in order: its case, why it was lost, and where it stood."""
 
     rank: int
     count: int
@@ -131,11 +132,11 @@ class _Left(NamedTuple):
     stacks: str
 
     @staticmethod
-    def read(path: Path) -> _Left:
+    def read(path: Path) -> _RankFile:
         content = path.read_bytes()
         lines, stacks = content[:_NUM_BYTES].rstrip(b"\0"), content[_NUM_BYTES:]
         count, case_id, reason = (*lines.decode(errors="replace").split("\n"), "", "")[:3]
-        return _Left(
+        return _RankFile(
             int(path.name.rpartition("-")[2]), int(count or 0), case_id, reason, stacks.decode(errors="replace")
         )
 
@@ -152,38 +153,43 @@ def collect_lost(folder: Path, jobs: Iterable[str]) -> None:
     """
     for job in jobs:
         paths = sorted(folder.glob(f"now-{job}-*"))
-        if lost := _lost([found for found in map(_Left.read, paths) if found.case_id]):
+        if lost := _lost_case([file for file in map(_RankFile.read, paths) if file.case_id]):
             case_id, reason = lost
             write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), reason])
         for path in paths:
             path.unlink(missing_ok=True)
 
 
-def _lost(left: Sequence[_Left]) -> tuple[str, str] | None:
-    """The case that was lost, and why: by who failed on its own, else by who died silently, else who lost its peers.
+def _lost_case(files: Sequence[_RankFile]) -> tuple[str, str] | None:
+    """The case that a job lost, and why; None if all ranks were asked to end.
 
-    Ranks may be at different cases: one that is behind keeps the others waiting. None where all were asked to end.
+    To blame are ranks that failed by themselves; else those that died silently; else those that lost a peer. Among
+    them it is the ranks that had begun the fewest cases: others may have gone on, and wait for these.
     """
-    if hung := re.search(r"^Timeout \((\S+)\)!", "\n".join(found.stacks for found in left), re.MULTILINE):
+    if timed_out := re.search(r"^Timeout \((\S+)\)!", "\n".join(file.stacks for file in files), re.MULTILINE):
         # The first that was overdue ended the others, which left their stacks too.
-        left = [found._replace(reason=found.reason or _hung(found, hung[1])) for found in left]
-    failed = [found for found in left if found.reason and not found.reason.startswith(PEER_LOST)]
-    silent = [found._replace(reason=_SILENT) for found in left if not found.reason and not found.stacks]
-    is_stopped = any(found.stacks for found in left)
-    causes = failed or silent or ([] if is_stopped else left)
-    behind = [cause for cause in causes if cause.count == min(other.count for other in causes)]
-    if not behind:
+        files = [file if file.reason else _with_timeout(file, timed_out[1]) for file in files]
+    failed = [file for file in files if file.reason and not file.reason.startswith(PEER_LOST)]
+    silent = [file._replace(reason=_SILENT) for file in files if not file.reason and not file.stacks]
+    lost_peers = [] if any(file.stacks for file in files) else files
+    causes = failed or silent or lost_peers
+    if not causes:
         return None
-    ranks = {cause.reason: [str(other.rank) for other in behind if other.reason == cause.reason] for cause in behind}
-    return behind[0].case_id, "; ".join(f"{reason} (rank {', '.join(of)})" for reason, of in ranks.items())
+    fewest = min(file.count for file in causes)
+    first_case, ranks_by_reason = "", defaultdict(list)
+    for file in causes:
+        if file.count == fewest:
+            first_case = first_case or file.case_id
+            ranks_by_reason[file.reason].append(str(file.rank))
+    return first_case, "; ".join(f"{why} (rank {', '.join(ranks)})" for why, ranks in ranks_by_reason.items())
 
 
-def _hung(left: _Left, limit: str) -> str:
-    """Why a rank was lost of which one moved no more; its stacks go into the log."""
-    if not left.stacks:
-        return ""
-    print(f"moe-ep-bench: rank {left.rank} stood here:\n{left.stacks}", file=sys.stderr, flush=True)
-    return f"timeout: no progress for {limit} in {left.place}"
+def _with_timeout(file: _RankFile, limit: str) -> _RankFile:
+    """The same with its reason, of a job in which one rank made no progress; its stacks go into the log."""
+    if not file.stacks:
+        return file
+    print(f"moe-ep-bench: rank {file.rank} stood here:\n{file.stacks}", file=sys.stderr, flush=True)
+    return file._replace(reason=f"timeout: no progress for {limit} in {file.place}")
 
 
 def lost_too_often(folder: Path, comparison_id: str, case_ids: Iterable[str]) -> dict[str, tuple[str, str]]:

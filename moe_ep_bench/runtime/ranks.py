@@ -38,8 +38,8 @@ _SIDE_TIMEOUT = datetime.timedelta(hours=1)
 T = TypeVar("T")
 
 
-class ToldError(Exception):
-    """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
+class ReportedError(Exception):
+    """The job ends on all ranks, and its error is printed: the config is wrong, or results cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -69,32 +69,40 @@ class Ranks:
                 cores |= os.sched_getaffinity(os.getppid())
         return self.local_world_size > len(cores)
 
-    def told(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank, on every rank: plain values or arrays, for agreement and results."""
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on every rank: plain values, for agreement."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.side_group)
         return values
 
-    def of_first(self, value: T) -> T:
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on rank 0; nothing on the others. For results, which are large."""
+        values: list[Any] = [None] * self.world_size if self.is_first else []
+        dist.gather_object(value, values or None, dst=0, group=self.side_group)
+        return values
+
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
-        return self.told(value)[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.side_group)
+        return values[0]
 
-    def first_word(self, text: str) -> str:
-        """What the first rank that has something to say says; empty where none has. Every rank calls this."""
-        return next((f"rank {rank}: {said}" for rank, said in enumerate(self.told(text)) if said), "")
+    def first_error(self, error: str) -> str:
+        """The error of the first rank that has one, with the rank; empty if none has. Every rank calls this."""
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather(error)) if text), "")
 
-    def complain(self, error: str) -> bool:
+    def report_error(self, error: str) -> bool:
         """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
-        first = self.first_word(error)
+        first = self.first_error(error)
         if first and self.is_first:
             print(f"moe-ep-bench: {first.removeprefix('rank 0: ')}", file=sys.stderr, flush=True)
         return bool(first)
 
     def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
-        """Do something on every rank, or on rank 0 for all, whose result all get.
+        """Call ``act`` on every rank, or on rank 0 alone, whose result all ranks get.
 
         Raises:
-            ToldError: a rank cannot (ValueError); on all ranks alike, after one line to the user.
+            ReportedError: a rank cannot (ValueError); on all ranks alike, after one line to the user.
         """
         result, error = None, ""
         if self.is_first or not on_first:
@@ -102,9 +110,9 @@ class Ranks:
                 result = act()
             except ValueError as problem:
                 error = str(problem)
-        if self.complain(error):
-            raise ToldError
-        return cast(T, self.of_first(result) if on_first else result)
+        if self.report_error(error):
+            raise ReportedError
+        return cast(T, self.broadcast(result) if on_first else result)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -115,7 +123,7 @@ def as_rank(work: Callable[[], int]) -> int:
     """Do a rank's work; say what ends it, and leave the status to end with where the launcher looks for it."""
     try:
         status = work()
-    except ToldError:
+    except ReportedError:
         status = USER_ERROR
     except UserError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)

@@ -201,7 +201,7 @@ recorded=(--set 'sweep.workload.layer=[3,9,15,21]' --set
 # What everything else rests on. Most of a test's time goes into compiling its kernels, on one core: so many at once.
 # NGC images set the variable; float32 must be float32 all the same.
 [ -n "$rehearse" ] || step tests 200 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "$python" -m pytest -m gpu -q -n "$(nproc)" \
-  --maxprocesses 14 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py tests/test_gpu_kernels.py tests/test_decode_experts.py
+  --maxprocesses 14 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py tests/test_forms.py tests/test_decode_experts.py
 # Decode steps, eager and from graphs; the graphs in a second job, and what two jobs differ by.
 decode decode-graph 130 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 step decode-again 60 "${module[@]}" run configs/decode-graph.yaml --nproc 1 --out "$out/decode-again" "${small[@]}" \

@@ -138,10 +138,10 @@ few_examples = settings(max_examples=8)
 # --- Making cases ----------------------------------------------------------------------------------
 
 
-def context_of(arguments: Arguments) -> RoutingContext:
+def context_of(arguments: Arguments, device: str = "cpu") -> RoutingContext:
     """A context with a fresh generator, so that every route of a case draws the same numbers."""
-    rest = dict(arguments)
-    return RoutingContext(generator=torch.Generator().manual_seed(rest.pop("seed", 0)), **rest)
+    rest = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return RoutingContext(generator=torch.Generator(device).manual_seed(rest.pop("seed", 0)), **rest)
 
 
 def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:

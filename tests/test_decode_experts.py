@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from policy_cases import few_examples
 from torch import Tensor
 
-from moe_ep_bench.kernels import decode_experts_triton
+from moe_ep_bench.kernels import decode_experts_triton, experts_triton
+from moe_ep_bench.kernels import experts as experts_by_torch
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts
-from moe_ep_bench.kernels.experts import decode_experts as host_decode_experts
-from moe_ep_bench.kernels.experts import first_rows as host_first_rows
-from moe_ep_bench.kernels.experts import row_sums_by_bags
-from moe_ep_bench.kernels.experts_triton import first_rows, row_sums
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -200,47 +197,78 @@ def test_a_graph_may_be_replayed_with_another_map():
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 1), (5, 12), (40, 7)])
 def test_the_host_s_form_equals_a_loop_over_experts(num_tokens: int, num_experts: int, dtype: torch.dtype) -> None:
     step = *routed(num_tokens, num_experts, 48, dtype), *weights(num_experts, 48, 32, dtype)
-    assert_close(host_decode_experts(*step), loop(*step))
+    assert_close(experts_by_torch.decode_experts(*step), loop(*step))
     none = *routed(0, num_experts, 48, dtype), *weights(num_experts, 48, 32, dtype)
-    assert host_decode_experts(*none).shape == (0, 48)
+    assert experts_by_torch.decode_experts(*none).shape == (0, 48)
 
 
-# --- Rows of chosen pairs ----------------------------------------------------------------------------------
+# --- Rows before, between and after the GEMMs ---------------------------------------------------------------
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+row_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@devices
+@row_dtypes
 @pytest.mark.parametrize("num_columns", [1, 48, 2880])
-@pytest.mark.parametrize(("num_places", "count"), [(0, 0), (7, 0), (7, 4), (7, 7)])
+@pytest.mark.parametrize(("num_places", "count"), [(0, 0), (7, 0), (7, 4), (7, 7), (777, 400)])
 def test_only_rows_of_pairs_that_were_chosen_are_gathered(
-    num_places: int, count: int, num_columns: int, dtype: torch.dtype
+    num_places: int, count: int, num_columns: int, dtype: torch.dtype, device: str
 ) -> None:
     """A policy that keeps 62 % of the pairs moved 100 % of their rows: 0.10 to 0.14 ms of a layer on an H100."""
     generator = torch.Generator().manual_seed(1)
     rows_TD = torch.randn(5, num_columns, generator=generator).to(dtype)
     places_N = torch.randint(5, (num_places,), generator=generator)
     expected_ND = rows_TD.index_select(0, places_N)
-    for form in (first_rows, host_first_rows):
-        found_ND = form(rows_TD, places_N, torch.tensor(count))
+    for form in (experts_triton.first_rows, *([experts_by_torch.first_rows] if device == "cpu" else [])):
+        found_ND = form(rows_TD.to(device), places_N.to(device), torch.tensor(count, device=device)).cpu()
         assert found_ND.shape == expected_ND.shape
         assert torch.equal(found_ND[:count], expected_ND[:count])
         assert found_ND[count:].isnan().all(), "nobody wrote these"
 
 
-# --- Sums of rows -----------------------------------------------------------------------------------------
-
-
-def test_the_triton_sums_of_rows_equal_bags() -> None:
+@devices
+@row_dtypes
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 48), (70, 1024), (3, 1408)])
+def test_the_compiled_activation_equals_its_formula(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    num_rows, ffn_size = shape
     generator = torch.Generator().manual_seed(1)
-    for counts, num_columns in (([], 16), ([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408)):
-        for dtype in (torch.float32, torch.bfloat16):
-            ends_T = torch.tensor(counts, dtype=torch.int64).cumsum(0)
-            rows_ND = torch.randn(sum(counts) + 2, num_columns, generator=generator).to(dtype)  # two of no token
-            places_N = torch.randperm(len(rows_ND), generator=generator)
-            expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
-            torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
+    gate_up_N2F = (3 * torch.randn(num_rows, 2 * ffn_size, generator=generator)).to(dtype)
+    weights_N = torch.rand(num_rows, generator=generator)
+    ours_NF = experts_triton.weighted_swiglu(gate_up_N2F.to(device), weights_N.to(device)).cpu()
+    assert ours_NF.dtype == dtype
+    rounding = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5 if device == "cuda" else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(ours_NF, experts_by_torch.weighted_swiglu_formula(gate_up_N2F, weights_N), **rounding)
+
+
+def test_the_activation_is_silu_of_the_gate_times_up_times_weight() -> None:
+    gate_up_N2F = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.0, 5.0, 6.0, -7.0]])
+    weights_N = torch.tensor([0.5, 2.0])
+    expected = [[w * (g / (1 + 2.718281828459045 ** -g)) * u for g, u in zip(row[:2], row[2:], strict=True)]
+                for row, w in zip(gate_up_N2F.tolist(), weights_N.tolist(), strict=True)]  # fmt: skip
+    torch.testing.assert_close(experts_by_torch.weighted_swiglu_formula(gate_up_N2F, weights_N), torch.tensor(expected))
+
+
+@devices
+@row_dtypes
+@pytest.mark.parametrize(
+    ("counts", "num_columns"),
+    [([], 16), ([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408), ([n % 9 for n in range(99)], 33)],
+    ids=str,
+)
+def test_the_compiled_sums_of_rows_equal_bags(
+    counts: list[int], num_columns: int, dtype: torch.dtype, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ends_T = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+    rows_ND = torch.randn(sum(counts) + 2, num_columns, generator=generator).to(dtype)  # two of no token
+    places_N = torch.randperm(len(rows_ND), generator=generator)
+    expected_TD = experts_by_torch.row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
+    found_TD = experts_triton.row_sums(rows_ND.to(device), places_N.to(device), ends_T.to(device))
+    torch.testing.assert_close(found_TD.cpu(), expected_TD)
 
 
 def test_bags_hold_each_tokens_rows_and_no_others() -> None:
     rows_ND = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
     places_N, ends_T = torch.tensor([2, 0, 1, 3]), torch.tensor([2, 2, 3])  # the last row is of no token
-    assert row_sums_by_bags(rows_ND, places_N, ends_T).tolist() == [[101.0], [0.0], [10.0]]
+    assert experts_by_torch.row_sums_by_bags(rows_ND, places_N, ends_T).tolist() == [[101.0], [0.0], [10.0]]

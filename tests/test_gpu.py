@@ -15,13 +15,6 @@ import torch
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.errors import CASES_FAILED, OK
-from moe_ep_bench.kernels.experts import (
-    first_rows,
-    row_sums,
-    row_sums_by_bags,
-    weighted_swiglu,
-    weighted_swiglu_formula,
-)
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import HOST, HOST_BUSY, LAYER_PHASES, SM_CLOCK, TOTAL, UNACCOUNTED
@@ -42,45 +35,6 @@ def device() -> torch.device:
 @pytest.mark.parametrize("name", [name for name, one in laws.laws_of("layer").items() if one.on_one])
 def test_law_on_one_nccl_rank(name: str) -> None:
     laws.check("layer", 1, name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (5, 48), (1000, 1024), (3, 1408)])
-def test_the_compiled_activation_equals_its_formula(
-    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
-) -> None:
-    rows, ffn_size = shape
-    generator = torch.Generator(device).manual_seed(1)
-    gate_up_N2F = (3 * torch.randn(rows, 2 * ffn_size, generator=generator, device=device)).to(dtype)
-    weights_N = torch.rand(rows, generator=generator, device=device)
-    rounding = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
-    ours_NF = weighted_swiglu(gate_up_N2F, weights_N)
-    assert ours_NF.dtype == dtype
-    torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), **rounding)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "num_columns"), [(1, 1), (777, 33), (4096, 2880)])
-def test_the_compiled_sums_of_rows_equal_bags(
-    dtype: torch.dtype, num_tokens: int, num_columns: int, device: torch.device
-) -> None:
-    generator = torch.Generator(device).manual_seed(3)
-    ends_T = torch.randint(0, 9, (num_tokens,), generator=generator, device=device).cumsum(0)
-    rows_ND = torch.randn(int(ends_T[-1]), num_columns, generator=generator, device=device).to(dtype)
-    places_N = torch.randperm(len(rows_ND), generator=generator, device=device)
-    expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
-    torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
-
-
-@pytest.mark.parametrize(("num_places", "count", "num_columns"), [(1, 0, 1), (777, 400, 33), (4096, 4096, 2880)])
-def test_the_compiled_gather_writes_the_rows_that_were_chosen(
-    num_places: int, count: int, num_columns: int, device: torch.device
-) -> None:
-    generator = torch.Generator(device).manual_seed(4)
-    rows_TD = torch.randn(500, num_columns, generator=generator, device=device).bfloat16()
-    places_N = torch.randint(500, (num_places,), generator=generator, device=device)
-    found_ND = first_rows(rows_TD, places_N, torch.tensor(count, device=device))
-    assert torch.equal(found_ND[:count], rows_TD[places_N[:count]])
 
 
 def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) -> None:

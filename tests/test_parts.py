@@ -11,7 +11,6 @@ import torch
 from layer_laws import FUSED
 from torch import Tensor
 
-from moe_ep_bench.kernels.experts import weighted_swiglu_formula
 from moe_ep_bench.layer import megatron, parts
 from moe_ep_bench.layer.components import BoundedDispatcher, IndexedAlltoAllDispatcher, own_dispatcher
 from moe_ep_bench.layer.host import device_scope
@@ -93,28 +92,6 @@ def test_fused_permutations_are_megatrons_own_whatever_computes_the_experts(
         config = megatron_config(model, torch.float32, 1, chosen, on_cpu=True)
     assert config.moe_permute_fusion == fuses
     assert config.moe_grouped_gemm == (chosen.experts == "te")
-
-
-def test_the_triton_activation_equals_its_formula() -> None:
-    """Run by Triton's interpreter."""
-    pytest.importorskip("triton", reason="Triton is made for Linux")
-    from moe_ep_bench.kernels.experts_triton import weighted_swiglu
-
-    generator = torch.Generator().manual_seed(1)
-    for rows, ffn_size in ((0, 16), (1, 1), (5, 48), (3, 1408)):
-        for dtype, rtol in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-            gate_up_N2F = (3 * torch.randn(rows, 2 * ffn_size, generator=generator)).to(dtype)
-            weights_N = torch.rand(rows, generator=generator)
-            ours_NF = weighted_swiglu(gate_up_N2F, weights_N)
-            torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), rtol=rtol, atol=1e-6)
-
-
-def test_the_activation_is_silu_of_the_gate_times_up_times_weight() -> None:
-    gate_up_N2F = torch.tensor([[1.0, -2.0, 3.0, 4.0], [0.0, 5.0, 6.0, -7.0]])
-    weights_N = torch.tensor([0.5, 2.0])
-    expected = [[w * (g / (1 + 2.718281828459045 ** -g)) * u for g, u in zip(row[:2], row[2:], strict=True)]
-                for row, w in zip(gate_up_N2F.tolist(), weights_N.tolist(), strict=True)]  # fmt: skip
-    torch.testing.assert_close(weighted_swiglu_formula(gate_up_N2F, weights_N), torch.tensor(expected))
 
 
 # ---- The router ------------------------------------------------------------------------------------------------------

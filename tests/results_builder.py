@@ -142,7 +142,7 @@ class FakeComparison:
 def standard_cases() -> list[FakeCase]:
     return [
         FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8),
-        FakeCase("native_balanced", role="ceiling", label="native, balanced", speedup=1.6),
+        FakeCase("native_balanced", role="balanced", label="native, balanced", speedup=1.6),
         FakeCase("topk", speedup=1.0),
         FakeCase("native", role="noise", label="native again"),
         FakeCase("native", role="baseline"),

@@ -53,7 +53,7 @@ def references() -> list[FakeCase]:
         FakeCase("native", role="baseline"),
         FakeCase("native", role="noise", label="native again"),
         FakeCase("topk", speedup=1.0),
-        FakeCase("native_balanced", role="ceiling", label="native, balanced scores", speedup=2.0),
+        FakeCase("native_balanced", role="balanced", label="native, balanced scores", speedup=2.0),
     ]
 
 

@@ -89,13 +89,13 @@ def test_directories_are_told_apart_by_a_column_and_every_frame_joins_on_the_cas
 
 
 def test_means_of_batches_are_the_cases_own(store):
-    """But for the ceiling, whose scores are not the model's."""
+    """But for the balanced case, whose scores are not the model's."""
     names = ["dropped_share", "retained_mass", "fullest_expert", "fullest_rank"]
-    means = routing(store).query("role != 'ceiling'").groupby(CASE)[names].mean()
-    rows = cases(store).query("role != 'ceiling'").set_index(CASE)
+    means = routing(store).query("role != 'balanced'").groupby(CASE)[names].mean()
+    rows = cases(store).query("role != 'balanced'").set_index(CASE)
     found = rows[means.columns].astype(float).sort_index()
     pd.testing.assert_frame_equal(found, means.sort_index(), check_exact=False, check_index_type=False)
-    assert cases(store).query("role == 'ceiling'")[names[:2]].isna().all(axis=None)
+    assert cases(store).query("role == 'balanced'")[names[:2]].isna().all(axis=None)
 
 
 def test_a_case_is_as_slow_as_its_slowest_rank(store):

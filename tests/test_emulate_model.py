@@ -76,7 +76,7 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     waits = layers[layers.phase.str.startswith("wait_")].groupby(["case_id", "batch", "layer", "phase"]).time_us
     assert (waits.min() == 0).all()
     described = json.loads((finished / "run.json").read_text())["cases"]
-    balanced = [case_id for case_id, case in described.items() if case["role"] == "ceiling"]  # nobody waits long there
+    balanced = [case_id for case_id, case in described.items() if case["role"] == "balanced"]  # nobody waits long there
     assert (waits.max().drop(balanced, level="case_id") > 0).all()
     assert len(waits) == (NUM_CASES * 3 + 1) * BATCHES * len(MOE)
 

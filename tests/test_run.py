@@ -141,7 +141,7 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     assert comparison["backend"] == "gloo"
     assert comparison["kernel"]["ran"] == "numba"
     assert sorted(case["role"] for case in run["cases"].values()) == [
-        "baseline", "ceiling", "noise", "policy", "policy", "policy", "policy",
+        "balanced", "baseline", "noise", "policy", "policy", "policy", "policy",
     ]  # fmt: skip
     config = finished.parent / "config.yaml"
     assert run["config_text"] == config.read_text()

@@ -67,7 +67,7 @@ def test_every_scope_routes_alike(other: str, outs: dict[str, Path]) -> None:
     """On real ranks over gloo: which batch is timed first, and how often, changes nothing."""
     real, others = (routing_of(outs[name]).set_index(["label", "rank", "batch"]) for name in ("run", other))
     shared = real.index.intersection(others.index)
-    # Routed alone, the ceiling and the noise case are not there.
+    # Routed alone, the balanced and the noise case are not there.
     assert len(real) - len(shared) == (2 * 2 * 3 if other == "route" else 0)
     for name in SAME:
         assert (

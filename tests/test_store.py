@@ -234,3 +234,9 @@ def test_of_earlier_results_dropped_pairs_are_what_can_be_known_of_them(tmp_path
     assert (now.loc[[*unknown, "load_only", "oea k0=1"], "rerouted_share"] > 0.01).all()
     assert (now.loc[["expanded_drop capacity_factor=1.0", "token_drop capacity_factor=1.0"], "dropped_share"] > 0).all()
     assert all(header in shown_text(directory) for header in ("dropped %", "rerouted %", "missing %"))
+
+
+def test_earlier_results_call_the_balanced_case_a_ceiling(sound: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(sound, tmp_path / "run")
+    in_json(lambda content: content["cases"]["c0-0"].update(role="ceiling"))(directory)
+    assert cases(load(directory)).set_index("case_id").loc["c0-0", "role"] == "balanced"

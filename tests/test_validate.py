@@ -70,7 +70,7 @@ def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[Fa
         FakeCase("native", role="baseline"),
         FakeCase("native", role="noise", label="native again"),
         FakeCase("token_drop", params=params, **{"speedup": drop, "dropped": 0.25, "mass": 0.8, **of_drop}),
-        FakeCase("native_balanced", role="ceiling", label="native, balanced", speedup=balance),
+        FakeCase("native_balanced", role="balanced", label="native, balanced", speedup=balance),
     ]
 
 
@@ -108,7 +108,7 @@ def verdicts(validation: Validation) -> list[str | None]:
 
 
 OTHERWISE, UNTOLD = "warning: not comparable: ", ("inconclusive", "inconclusive")
-# What differs between the runs, the verdicts on token_drop and the ceiling, and what the text says.
+# What differs between the runs, the verdicts on token_drop and the balanced case, and what the text says.
 DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "an error that all cases share": ({"emulated": {"native_us": 1600.0}}, ("equivalent", "equivalent"), "1.600"),
     "another speedup": (

@@ -66,11 +66,11 @@ _TIMED = (
     *("floor_low", "floor_high", "verdict", "detectable"),
 )
 # Reading order: policies of the capacity-aware paper first, then by name.
-_ROLE_ORDER = ("baseline", "noise", "policy", "replication", "ceiling")
+_ROLE_ORDER = ("baseline", "noise", "policy", "replication", "balanced")
 _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
 # Roles that have no verdict of their own.
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
-# What a policy costs; nothing of the ceiling, whose scores are not the model's.
+# What a policy costs; nothing of the balanced case, whose scores are not the model's.
 _COSTS = [*COSTS, "output_error", "below_frontier", "below_frontier_experts"]
 
 
@@ -110,7 +110,7 @@ def _nulls_alike(rows: pd.DataFrame) -> pd.DataFrame:
 
 @lru_cache(maxsize=4)
 def cases(store: Store) -> pd.DataFrame:
-    """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
+    """A row per case in reading order: baseline, noise, topk, policies, replication, balanced.
 
     Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON), ``label``,
     ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``by_torch``, ``data_model``,
@@ -131,7 +131,7 @@ def _cases(store: Directory) -> pd.DataFrame:
     """``cases`` without what a comparison's cases share."""
     rows = _listed(store)
     means = routing_means(_routing(store))
-    means.loc[means.index.isin(rows.index[rows["role"] == "ceiling"]), _COSTS] = np.nan
+    means.loc[means.index.isin(rows.index[rows["role"] == "balanced"]), _COSTS] = np.nan
     rows = rows.join(means)
     if len(store.samples):
         rows = rows.join([_times(store), _speedups(store, rows), breakdown(_phase_times(store), rows["ep_size"])])

@@ -241,7 +241,7 @@ COLUMNS = {
         # What a speedup costs.
         *_COSTS,
         percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
-        percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
+        percentage("below_frontier_experts", "below expert frontier", without_minus_zero, better="lower"),
         Column("output_error", "output error", form="{:.2g}", better="lower"),
         Column("extra_gib_per_rank", "more memory", "GiB a rank", "{:.3g}", better="lower"),
         Column("moved_gib", "weights moved", "GiB a batch", "{:.3g}", better="lower"),
@@ -268,14 +268,14 @@ COLUMNS = {
         *(times(f"{part}_ms", part) for part in _PARTS),
         *(Column(f"{phase}_us", phase.replace("_", " "), "us", "{:.1f}", better="lower") for phase in LAYER_PHASES),
         percentage("breakdown_unaccounted_share", "unaccounted"),
-        percentage("breakdown_policy_share", "choosing"),
-        percentage("probe_overhead", "probes"),
+        percentage("breakdown_policy_share", "policy share"),
+        percentage("probe_overhead", "probe overhead"),
         # Whole models.
         times("moe_ms", "MoE"),
         percentage("moe_share", "MoE share"),
         interval("moe_speedup", "MoE speedup", of_baseline="1"),
         Column("by_amdahl", "by Amdahl", better="higher"),
-        Column("most_by_amdahl", "at most, by Amdahl"),
+        Column("most_by_amdahl", "Amdahl limit"),
         times("policy_ms", "policy"),
         *(times(f"mean_rank_{part}_ms", part) for part in (*_PARTS, "policy")),
         # Ranks.

@@ -43,21 +43,21 @@ def case_rows(store: Store) -> pd.DataFrame:
 
     More columns: ``facet`` and ``title``, of the panel; ``line``, what a line joins: a policy but for its capacity
     factor, a way of replication but for its spare slots; ``name``, of one case; ``step``, a capacity factor, or spare
-    slots in words; ``at``, the step, else the line; ``facts``. The ceiling, whose scores are not the model's, has no
-    costs.
+    slots in words; ``at``, the step, else the line; ``facts``. The balanced case, whose scores are not the model's,
+    has no costs.
     """
     rows = cases(store)
-    is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
+    is_replica, is_balanced = rows["role"] == "replication", rows["role"] == "balanced"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
     way = rows["label"].str.replace(r", \d+ spare per rank", "", regex=True)
-    line = rows["family_label"].astype(object).where(~is_replica, way).where(~is_ceiling)
+    line = rows["family_label"].astype(object).where(~is_replica, way).where(~is_balanced)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     numbers = [*(name for name, column in COLUMNS.items() if not column.is_words), *_ENDS]
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *COLUMNS, *numbers, "speedup_is_interval"])))
     rows = rows.astype({name: float for name in numbers if rows[name].dtype.kind != "i"}).copy()  # of one piece again
-    rows[[*COSTS]] = rows[[*COSTS]].mask(is_ceiling)
+    rows[[*COSTS]] = rows[[*COSTS]].mask(is_balanced)
     return rows.assign(
         facet=rows["directory"] + "/" + rows["comparison_id"],
         title=rows["title"].mask(in_several, rows["title"] + ", from " + rows["directory"]),

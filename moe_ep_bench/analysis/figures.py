@@ -224,8 +224,8 @@ FIGURES: dict[str, Figure] = {
         ],
         "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
         "pairs that nobody computes, or another expert in their place. {intervals}",
-        where="role in ('policy', 'replication', 'ceiling') and speedup_median != null",
-        needs="role != 'ceiling'",
+        where="role in ('policy', 'replication', 'balanced') and speedup_median != null",
+        needs="role != 'balanced'",
         columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
         beside=_is_upright,
     ),

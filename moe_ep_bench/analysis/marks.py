@@ -21,7 +21,7 @@ from matplotlib.transforms import ScaledTranslation
 from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
-    CEILING_LINE,
+    BALANCED_LINE,
     INK,
     MUTED,
     NATIVE_LINE,
@@ -345,8 +345,8 @@ def _draw_references(
     else:
         for low, high in ends.itertuples(index=False):
             span(low, high, **fill)
-    for ceiling in rows.loc[(rows["role"] == "ceiling") & rows["line"].isna(), up.name].dropna():
-        line(ceiling, label="perfect balance", zorder=1, **CEILING_LINE)
+    for balanced in rows.loc[(rows["role"] == "balanced") & rows["line"].isna(), up.name].dropna():
+        line(balanced, label="perfect balance", zorder=1, **BALANCED_LINE)
 
 
 # ---- bars ------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ DEFAULT_FORMATS = ("png", "svg")
 
 INK, MUTED, RULE, GREY = "#222222", "#5A5A5A", "#DDDDDD", "#C9C9C9"
 NOISE_FILL = "#E4E4E4"
-CEILING_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
+BALANCED_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
 NATIVE_LINE = {"color": INK, "linewidth": 1.2}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 

@@ -116,7 +116,7 @@ VIEWS = {
         notes=(
             "fullest expert, fullest rank: pairs over native's mean",
             "times: mean over ranks, so that waiting shows; median with probes; of exchanges what nothing hides",
-            "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
+            "unaccounted, policy share: shares of the slowest rank's time; probe overhead: added to the median",
         ),
     ),
     "ranks": View(

@@ -39,7 +39,7 @@ _RUNS = {"real": "the real run", "emulated": "the emulated run"}
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
 _NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ESTIMATE)]
 _OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, "oversubscribed", "threads"]
-_CLAIMS = ("policy", "ceiling")  # native's own speedup claims nothing
+_CLAIMS = ("policy", "balanced")  # native's own speedup claims nothing
 
 
 class Validation(NamedTuple):
@@ -48,7 +48,7 @@ class Validation(NamedTuple):
     Attributes:
         cases: a row per case and ``quantity`` (all: the layer or the pass; MoE layers of a pass). Columns of either run
             end in ``_real`` and ``_emulated``; ``ratio_*`` is emulated over real speedup with its interval; ``verdict``
-            is of policies and the ceiling; ``why`` the runs are not comparable.
+            is of policies and the balanced case; ``why`` the runs are not comparable.
         notes: what the table needs to be read.
         margin: by which equivalent speedups differ at most.
     """

@@ -52,11 +52,11 @@ from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.targets import PATTERNS
 
-BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
+BASELINE, NOISE, BALANCED, POLICY = "baseline", "noise", "balanced", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
 
-_LABELS = {NOISE: "native again", CEILING: "native, balanced scores"}
+_LABELS = {NOISE: "native again", BALANCED: "native, balanced scores"}
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
@@ -217,9 +217,10 @@ class Comparison:
 
     @cached_property
     def cases(self) -> list[CaseSpec]:
-        """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
+        """The baseline, its repetition for the noise floor, all policies, replications, and the balanced case.
 
-        Routing needs neither noise nor ceiling, and ``topk`` only where it knows of padding: else it is the baseline.
+        Routing needs neither noise nor balanced case, and ``topk`` only where it knows of padding: else it is the
+        baseline.
         """
         experiment, timed = self.experiment, self.backend != ROUTING
         keeps_topk = timed or experiment.workload.padding_per_rank
@@ -233,7 +234,7 @@ class Comparison:
                 *[(NOISE, "native")] * timed,
                 *((POLICY, policy.name, policy) for policy in policies),
                 *((REPLICATION, wanted.name, wanted) for wanted in lossless),
-                *[(CEILING, "native_balanced")] * timed,
+                *[(BALANCED, "native_balanced")] * timed,
             )
         ]
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.comparison import BASELINE, CEILING
+from moe_ep_bench.bench.comparison import BALANCED, BASELINE
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.bench.session import Case, Session
 from moe_ep_bench.kernels import oracle_for
@@ -156,7 +156,7 @@ def observe_all(session: Session) -> None:
                     share = case.share(batch, layer)
                     row = case_metrics(case.spec, of_layer.routing, share, session.comparison.ranks_per_node)
                     row["reference_error"] = _reference_error(case, layer, of_layer) if batch == 0 else None
-                    is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
+                    is_last = layer == session.layers[-1] and case.spec.role != BALANCED and native is not None
                     valid_T = share.context.token_mask_T
                     row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
                     case.rows[batch, layer] = row

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import FREE, Balanced
-from moe_ep_bench.bench.comparison import BASELINE, CEILING, NATIVE, ROUTING, CaseSpec, Comparison
+from moe_ep_bench.bench.comparison import BALANCED, BASELINE, NATIVE, ROUTING, CaseSpec, Comparison
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.counting import slot_counts
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
@@ -111,7 +111,7 @@ class Share:
 
     @cached_property
     def balanced(self) -> Share:
-        """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
+        """The same tokens with the same values in other places, so that loads are balanced: for the balanced case."""
         context = self.context
         groups = context.num_groups, context.top_groups
         first = self.rank * len(self.drawn_TE) if self.first is None else self.first
@@ -119,7 +119,7 @@ class Share:
 
     def of(self, case: CaseSpec) -> Share:
         """The tokens as a case sees them."""
-        return self.balanced if case.role == CEILING else self
+        return self.balanced if case.role == BALANCED else self
 
 
 class Batches:

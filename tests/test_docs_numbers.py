@@ -295,6 +295,32 @@ def of_clusters() -> list[str]:
     ]  # fmt: skip
 
 
+# ---- docs/kernels.md -------------------------------------------------------------------------------------------------
+
+
+def of_kernels() -> list[str]:
+    """Torch, Triton and the gain, of decode and of prefill."""
+    found = table("h100/policies_gpu").set_index(["what", "num_tokens"])
+
+    def gain(policy: str, num_tokens: int) -> str:
+        row = found.loc[(policy, num_tokens)]
+        torch_us, triton_us = row["torch us"], row["graph us"]
+        return f"{torch_us:,.0f}, {triton_us:.{1 if num_tokens == 16 else 0}f}, {torch_us / triton_us:.1f}x"
+
+    policies = ["topk", "token_drop capacity_factor=1.0", "expanded_drop capacity_factor=1.0"]
+    policies += ["budget_drop max_lost_mass=0.01", "oea k0=4"]
+    laser = "laser eps_high=0.9 t_fix=0.01 c=16"
+    alone = [found.loc[("torch.topk", num_tokens), "torch us"] for num_tokens in (16, 65_536)]
+    (native_ms,) = table("h100/decode_graph").query("num_tokens == 16 and role == 'baseline'")["median_ms"]
+    return [
+        *(f"| `{policy.split()[0]}` | {gain(policy, 16)} | {gain(policy, 65_536)} |" for policy in policies),
+        f"| `xshare` by request | {gain('xshare k0=1 scope=request request_budget=2', 16)} |",
+        f"| `laser` | {gain(laser, 16)} | {found.loc[(laser, 65_536), 'graph us']:,.0f}; torch not measured |",
+        f"A layer takes {1000 * native_ms:.0f} us at 16 tokens",
+        f"`torch.topk` alone takes {alone[0]:.1f} and {alone[1]:.0f} us.",
+    ]
+
+
 # ---- what every page says --------------------------------------------------------------------------------------------
 
 SAID = {
@@ -302,6 +328,7 @@ SAID = {
     "docs/balancing.md": of_balancing,
     "docs/quality.md": of_quality,
     "docs/clusters.md": of_clusters,
+    "docs/kernels.md": of_kernels,
 }
 SENTENCES = [(page, sentence) for page, sentences in SAID.items() for sentence in sentences()]
 

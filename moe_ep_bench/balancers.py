@@ -50,7 +50,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 FREE = -1
-"""What a slot holds that is free."""
+"""The content of a free slot."""
 
 LLEP_THRESHOLD = 1.3
 """LLEP moves nothing while the fullest rank has at most so many times the mean (lambda)."""
@@ -62,7 +62,7 @@ program inside a node, UltraEP's report (v1) of its planner at EP 64; no GPU tim
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """Where a batch is computed.
+    """The placement of a batch.
 
     Attributes:
         slot_expert_P: int64 [P], the expert in each slot, or ``FREE``.
@@ -281,7 +281,7 @@ class _Ranks:
         return Balanced(expert_P, pairs_P, tuple(self._moves(relayed)))
 
     def _moves(self, relayed: bool) -> list[tuple[int, int, int]]:
-        """Who sends what to whom: the home; ``relayed``: of those who have it from the home, who sent least so far."""
+        """Transfers (expert, from, to): from the home, or if ``relayed`` from it or a rank it served, by who sent least."""
         moves, sent_R = [], [0] * self.num_ranks
         senders: dict[int, list[int]] = {}
         for expert, rank in sorted(self.given, key=lambda move: -int(self.load_E[move[0]])):
@@ -305,7 +305,7 @@ def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) ->
     if ranks.used_R.max() <= LLEP_THRESHOLD * ranks.load_E.sum() / ranks.num_ranks:
         return ranks.balanced(relayed=False)
     for expert in np.argsort(-ranks.load_E, kind="stable").tolist():
-        # What its home has beside it, and what it gave away, is not counted: ``used_R`` falls as pairs go.
+        # Pairs that its home already gave away do not count: ``used_R`` falls as pairs go.
         left = min(int(ranks.used_R[ranks.home_E[expert]]) - ranks.mean, int(ranks.load_E[expert]))
         while left > 0 and len(takers := ranks.takers(expert)):
             chunks = [(rank, min(left, ranks.mean - int(ranks.used_R[rank]))) for rank in takers.tolist()]

@@ -45,7 +45,7 @@ KERNELS = ("triton", "numba", "torch")
 """The fastest first."""
 
 Calls = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
-"""What ``PolicyForm.select`` and ``PolicyForm.stats`` call."""
+"""The functions that ``PolicyForm.select`` and ``PolicyForm.stats`` call."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def form_of(policy: Policy, device: torch.device | str) -> PolicyForm:
 
 @functools.lru_cache(maxsize=4096)
 def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
-    """What runs for scores of this shape."""
+    """The functions that run for scores of this shape."""
     kernel, policy = form.runs(num_tokens, num_experts), form.policy
     if kernel == "triton":
         twin = triton_twins()[type(policy)]
@@ -138,12 +138,12 @@ def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
     """Whether Triton can run here, and has a form of this policy for scores of this shape."""
     if triton_lacks() or not has_triton(policy):
         return False
-    from moe_ep_bench.kernels import laser_triton, sets_triton, standings_triton, tiles_triton
+    from moe_ep_bench.kernels import laser_triton, priority_triton, sets_triton, tiles_triton
 
     if isinstance(policy, XShare) and policy.scope == "request" and num_tokens > sets_triton.MOST_REQUEST_TOKENS:
         return False
     if isinstance(policy, CapacityPolicy):
-        most = standings_triton.MOST_PAIRS
+        most = priority_triton.MOST_PAIRS
     else:
         most = laser_triton.MOST_SCORES if isinstance(policy, LoadAwarePolicy) else num_tokens * num_experts
     return num_experts <= tiles_triton.MOST_EXPERTS and num_tokens * num_experts <= most
@@ -159,18 +159,18 @@ def numba_steps(device_type: str) -> Steps:
 
 @functools.cache
 def triton_twins() -> Mapping[type[Policy], ModuleType]:
-    """The policies that have a Triton form, and the module whose ``select`` and, where it has one, ``stats`` that is.
+    """The module with the ``select`` and, if any, the ``stats`` of each policy that has a Triton form.
 
-    Triton must be there.
+    Triton must be installed.
     """
     return {kind: importlib.import_module(f"{__name__}.{module}") for kind, module in _TRITON.items()}
 
 
-# ---- what Triton needs beside itself: a C compiler and Python.h, to build a launcher for every kernel ----------------
+# ---- Triton also needs a C compiler and Python.h, to build a launcher for every kernel -------------------------------
 
 
 def lacking() -> str:
-    """What Triton lacks to build its launchers, in words; empty where nothing is."""
+    """Requirements that Triton lacks to build its launchers, in words; empty where it has all."""
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return f"no C compiler ({' or '.join(compilers)})"

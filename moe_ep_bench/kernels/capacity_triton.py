@@ -1,12 +1,12 @@
 """Token Drop and Expanded Drop (arXiv 2503.05066, Algorithms 1 and 2) without sorting anything.
 
 The published formulation sorts every expert's column of T scores to find its best C pairs. What is needed is one
-number per expert: the standing (``standings_triton``) of the last pair that it keeps. Where all tokens fit one tile, as
+number per expert: the priority (``priority_triton``) of the last pair that it keeps. Where all tokens fit one tile, as
 in decode, one launch of one program counts for each pair those that stand before it with its expert. Larger batches
 find it in five passes:
 
-    _offer    reads the scores, the only pass that does: a token's candidates, each with its standing, into slots
-              [N, T], and a histogram of every group's standings by their leading bits
+    _offer    reads the scores, the only pass that does: a token's candidates, each with its priority, into slots
+              [N, T], and a histogram of every group's priorities by their leading bits
     _cut      of each group: the bin in which the capacity ends
     _gather   lists that bin's pairs, a few thousand of millions
     _settle   finds among them, digit by digit, the last one that stays
@@ -27,14 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ep_bench.kernels import standings_triton as standings
+from moe_ep_bench.kernels import priority_triton as priorities
 from moe_ep_bench.kernels import tiles_triton as tiles
-from moe_ep_bench.kernels.standings_triton import NO_PAIR, Job
+from moe_ep_bench.kernels.priority_triton import NO_PAIR, Job
 from moe_ep_bench.kernels.tiles_triton import EXPERT_BITS, LAST_EXPERT, NO_KEY, NOTHING, NUM_WARPS
 from moe_ep_bench.policies.capacity import CapacityPolicy
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 
-# Of the one program of a decode step: a warp for each of 16 tokens, so that a round of their top-k is two instructions.
+# Warps of the one program of a decode step: one for each of 16 tokens, so that a round of top-k is two instructions.
 _WARPS = 16
 # Pairs of pairs of which a thread of it looks at 512.
 _MOST_COMPARED = 2**18
@@ -44,7 +44,7 @@ def select(policy: CapacityPolicy, scores_TE: Tensor, context: RoutingContext, s
     """The policy's ``select``.
 
     Args:
-        scores_TE: T * E at most ``standings_triton.MOST_PAIRS``, E at most ``tiles_triton.MOST_EXPERTS``.
+        scores_TE: T * E at most ``priority_triton.MOST_PAIRS``, E at most ``tiles_triton.MOST_EXPERTS``.
         stats_SE: None.
     """
     num_tokens = len(scores_TE)
@@ -90,15 +90,15 @@ def _drop(
     is_pair = is_pair & is_valid[:, None]
 
     at = token[:, None] * NUM_EXPERTS + expert[None, :]
-    above = standings.favour(modality_ptr, token, is_token, range_bits, FAVOURED)[:, None]
+    above = priorities.favour(modality_ptr, token, is_token, range_bits, FAVOURED)[:, None]
     SIGNED: tl.constexpr = bias_ptr is not None
-    metric = standings.metric_of(keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
-    standing = standings.place(above + metric, token[:, None], expert[None, :], index_bits, NUM_EXPERTS)
-    standing = tl.where(is_pair, standing, NO_PAIR)
+    metric = priorities.metric_of(keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
+    priority = priorities.place(above + metric, token[:, None], expert[None, :], index_bits, NUM_EXPERTS)
+    priority = tl.where(is_pair, priority, NO_PAIR)
     # Each thread has an expert, and compares all pairs of it: nothing waits for anything.
-    is_before = standing[:, None, :] > standing[None, :, :]
+    is_before = priority[:, None, :] > priority[None, :, :]
     num_before = tl.sum(is_before.to(tl.int32), 0)
-    kept = is_pair & (num_before < standings.capacity_of(tl.sum(is_valid.to(tl.int32), 0), least, whole, part, per))
+    kept = is_pair & (num_before < priorities.capacity_of(tl.sum(is_valid.to(tl.int32), 0), least, whole, part, per))
     if MOST is not None:
         kept = tiles.best_keys_per_row(tl.where(kept, keys, NO_KEY), expert, MOST)
 
@@ -140,12 +140,12 @@ def drop_in_passes(job: Job, routing: Routing, block: int, scale: float) -> None
     device = routing.map_TE.device
     zeroed = torch.zeros(num_groups * num_bins + num_groups + 2, dtype=torch.int32, device=device)
     histogram, next_G, num_valid, num_listed = zeroed.split([num_groups * num_bins, num_groups, 1, 1])
-    standing_NT = torch.empty([num_slots, num_tokens], dtype=torch.int64, device=device)
+    priority_NT = torch.empty([num_slots, num_tokens], dtype=torch.int64, device=device)
     listed = torch.empty(num_slots * num_tokens, dtype=torch.int64, device=device)
     bin_G, room_G, start_G, count_G, threshold_G = torch.empty([5, num_groups], dtype=torch.int64, device=device)
 
     _offer[(triton.cdiv(num_tokens, block),)](
-        *job.read, standing_NT, histogram, num_valid, num_tokens, job.first_local, job.index_bits, job.range_bits,
+        *job.read, priority_NT, histogram, num_valid, num_tokens, job.first_local, job.index_bits, job.range_bits,
         bin_shift, **job.offers, LOCAL_P=triton.next_power_of_2(max(1, num_local)), NUM_SHARED=job.num_shared,
         NUM_BINS=num_bins, BLOCK=block, LANES=tiles.lanes_of_row(block), LAYOUT=layout, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def drop_in_passes(job: Job, routing: Routing, block: int, scale: float) -> None
         *job.room, bin_shift, NUM_BINS=num_bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     _gather[(triton.cdiv(num_slots * num_tokens, _LISTED),)](
-        standing_NT, bin_G, start_G, next_G, listed, num_slots * num_tokens, job.index_bits, bin_shift,
+        priority_NT, bin_G, start_G, next_G, listed, num_slots * num_tokens, job.index_bits, bin_shift,
         NUM_EXPERTS=num_experts, NUM_SHARED=job.num_shared, BLOCK=_LISTED, num_warps=NUM_WARPS,
     )  # fmt: skip
     _settle[(num_groups,)](
@@ -163,7 +163,7 @@ def drop_in_passes(job: Job, routing: Routing, block: int, scale: float) -> None
     slots = triton.next_power_of_2(num_slots)
     block = min(_MOST_ROWS, triton.cdiv(_WRITTEN, slots))
     _write[(triton.cdiv(num_tokens, block),)](
-        standing_NT, scores_TE, bias_E, threshold_G, *tiles.outputs(routing), num_tokens, job.index_bits, scale,
+        priority_NT, scores_TE, bias_E, threshold_G, *tiles.outputs(routing), num_tokens, job.index_bits, scale,
         TELLS_SCORE=job.tells_score, NUM_SLOTS=num_slots, SLOTS_P=slots, NUM_SHARED=job.num_shared, **job.writes,
         NUM_EXPERTS=num_experts, TOP_K=layout.top_k, BLOCK=block, FILLED=_FILLED, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -171,13 +171,13 @@ def drop_in_passes(job: Job, routing: Routing, block: int, scale: float) -> None
 
 @triton.jit
 def _slot_at(slot, token, num_tokens):
-    """Where slots [N, T] hold it; in 64 bits, as tokens are."""
+    """Offset of a token's slot in slots [N, T]; in 64 bits, as tokens are."""
     return (slot + token * 0) * num_tokens + token
 
 
 @triton.jit(do_not_specialize=["first_local", "index_bits", "range_bits", "bin_shift"])
 def _offer(
-    scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, standing_ptr, histogram_ptr, num_valid_ptr,
+    scores_ptr, bias_ptr, valid_ptr, modality_ptr, random_ptr, priority_ptr, histogram_ptr, num_valid_ptr,
     num_tokens, first_local, index_bits, range_bits, bin_shift,
     METRIC: tl.constexpr, FAVOURED: tl.constexpr, NUM_MORE: tl.constexpr, NUM_LOCAL: tl.constexpr,
     LOCAL_P: tl.constexpr, NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
@@ -191,7 +191,7 @@ def _offer(
     SIGNED: tl.constexpr = bias_ptr is not None
     if valid_ptr is not None:
         tl.atomic_add(num_valid_ptr, tl.sum(is_valid.to(tl.int32), 0), sem="relaxed")
-    above = standings.favour(modality_ptr, token, is_token, range_bits, FAVOURED)
+    above = priorities.favour(modality_ptr, token, is_token, range_bits, FAVOURED)
 
     scores = tiles.load_whole_rows(scores_ptr, token, is_token, LANES, LAYOUT)
     values = tiles.preference(scores, bias_ptr, expert_W, is_expert_W)
@@ -202,7 +202,7 @@ def _offer(
     for slot in range(TOP_K):
         key, expert = tiles.best_key(left, expert_W)
         _offer_one(
-            slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr, num_tokens,
+            slot, key, expert, token, is_token, is_valid, above, random_ptr, priority_ptr, histogram_ptr, num_tokens,
             index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
         )  # fmt: skip
         is_best = expert_W[None, :] == expert[:, None]
@@ -222,18 +222,18 @@ def _offer(
             is_pair = is_pair & tiles.best_per_row(tiles.preference_order(values, local, is_local_L), NUM_MORE)
         at = token[:, None] * NUM_EXPERTS + local[None, :]
         local_keys = tiles.order_key(values)
-        metric = standings.metric_of(local_keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
-        standing = standings.place(above[:, None] + metric, token[:, None], local[None, :], index_bits, NUM_EXPERTS)
+        metric = priorities.metric_of(local_keys, at, token[:, None], num_tokens, random_ptr, is_pair, METRIC, SIGNED)
+        priority = priorities.place(above[:, None] + metric, token[:, None], local[None, :], index_bits, NUM_EXPERTS)
         to = _slot_at((TOP_K + local_L)[None, :], token[:, None], num_tokens)
         is_slot = is_local_L[None, :] & is_token[:, None]
-        tl.store(standing_ptr + to, tl.where(is_pair, standing, NO_PAIR), mask=is_slot)
-        bucket = (local // NUM_SHARED)[None, :] * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+        tl.store(priority_ptr + to, tl.where(is_pair, priority, NO_PAIR), mask=is_slot)
+        bucket = (local // NUM_SHARED)[None, :] * NUM_BINS + (priority >> bin_shift).to(tl.int32)
         tl.atomic_add(histogram_ptr + bucket, 1, mask=is_pair, sem="relaxed")
     elif NUM_MORE > 0:
         for slot in range(TOP_K, TOP_K + NUM_MORE):
             key, expert = tiles.best_key(keys, expert_W)
             _offer_one(
-                slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr,
+                slot, key, expert, token, is_token, is_valid, above, random_ptr, priority_ptr, histogram_ptr,
                 num_tokens, index_bits, bin_shift, METRIC, SIGNED, NUM_SHARED, NUM_BINS, NUM_EXPERTS,
             )  # fmt: skip
             keys = tl.where(expert_W[None, :] == expert[:, None], NO_KEY, keys)
@@ -241,17 +241,17 @@ def _offer(
 
 @triton.jit
 def _offer_one(
-    slot, key, expert, token, is_token, is_valid, above, random_ptr, standing_ptr, histogram_ptr, num_tokens,
+    slot, key, expert, token, is_token, is_valid, above, random_ptr, priority_ptr, histogram_ptr, num_tokens,
     index_bits, bin_shift, METRIC: tl.constexpr, SIGNED: tl.constexpr,
     NUM_SHARED: tl.constexpr, NUM_BINS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Put one candidate of every token into its slot, and count its standing."""
+    """Put one candidate of every token into its slot, and count its priority."""
     at = token * NUM_EXPERTS + expert
-    metric = standings.metric_of(key, at, token, num_tokens, random_ptr, is_valid, METRIC, SIGNED)
-    standing = standings.place(above + metric, token, expert, index_bits, NUM_EXPERTS)
+    metric = priorities.metric_of(key, at, token, num_tokens, random_ptr, is_valid, METRIC, SIGNED)
+    priority = priorities.place(above + metric, token, expert, index_bits, NUM_EXPERTS)
     to = _slot_at(slot, token, num_tokens)
-    tl.store(standing_ptr + to, tl.where(is_valid, standing, NO_PAIR), mask=is_token)
-    bucket = expert // NUM_SHARED * NUM_BINS + (standing >> bin_shift).to(tl.int32)
+    tl.store(priority_ptr + to, tl.where(is_valid, priority, NO_PAIR), mask=is_token)
+    bucket = expert // NUM_SHARED * NUM_BINS + (priority >> bin_shift).to(tl.int32)
     tl.atomic_add(histogram_ptr + bucket, 1, mask=is_valid, sem="relaxed")
 
 
@@ -265,7 +265,7 @@ def _cut(
     count = tl.load(histogram_ptr + group * NUM_BINS + bins)
     capacity = least.to(tl.int64)
     if num_valid_ptr is not None:
-        capacity = standings.capacity_of(tl.load(num_valid_ptr), least, whole, part, per)
+        capacity = priorities.capacity_of(tl.load(num_valid_ptr), least, whole, part, per)
     reaching = tl.cumsum(count, 0, reverse=True)  # pairs in a bin and in those above it
     is_cut = (reaching >= capacity) & (reaching - count < capacity)
     above = tl.sum(tl.where(is_cut, reaching - count, 0), 0)
@@ -285,24 +285,24 @@ def _cut(
 
 @triton.jit(do_not_specialize=["index_bits", "bin_shift"])
 def _gather(
-    standing_ptr, bin_ptr, start_ptr, next_ptr, listed_ptr, num_standing, index_bits, bin_shift,
+    priority_ptr, bin_ptr, start_ptr, next_ptr, listed_ptr, num_priorities, index_bits, bin_shift,
     NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    standing = tl.load(standing_ptr + at, mask=at < num_standing, other=NO_PAIR)
-    is_pair = standing != NO_PAIR
-    group = standings.expert_at(standing, index_bits, NUM_EXPERTS) // NUM_SHARED
-    is_listed = is_pair & ((standing >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
+    priority = tl.load(priority_ptr + at, mask=at < num_priorities, other=NO_PAIR)
+    is_pair = priority != NO_PAIR
+    group = priorities.expert_at(priority, index_bits, NUM_EXPERTS) // NUM_SHARED
+    is_listed = is_pair & ((priority >> bin_shift) == tl.load(bin_ptr + group, mask=is_pair, other=-1))
     start = tl.load(start_ptr + group, mask=is_listed, other=0)
     num_listed = tl.sum(is_listed.to(tl.int32), 0)
     first = tl.min(tl.where(is_listed, group, NUM_EXPERTS), 0)
     if (num_listed > 1) & (tl.max(tl.where(is_listed, group, -1), 0) == first):
         # As where scores are equal: a thousand additions to one word would wait for each other.
         nth = tl.atomic_add(next_ptr + first, num_listed, sem="relaxed") + tl.cumsum(is_listed.to(tl.int32), 0) - 1
-        tl.store(listed_ptr + start + nth, standing, mask=is_listed)
+        tl.store(listed_ptr + start + nth, priority, mask=is_listed)
     else:
         nth = tl.atomic_add(next_ptr + group, 1, mask=is_listed, sem="relaxed")
-        tl.store(listed_ptr + start + nth, standing, mask=is_listed)
+        tl.store(listed_ptr + start + nth, priority, mask=is_listed)
 
 
 @triton.jit(do_not_specialize=["bin_shift"])
@@ -319,9 +319,9 @@ def _settle(
         first = num_listed * 0
         while first < num_listed:
             at = first + tl.arange(0, BLOCK)
-            standing = tl.load(listed_ptr + at, mask=at < num_listed, other=0)
-            lowest = tl.minimum(lowest, tl.min(tl.where(at < num_listed, standing, _ABOVE_ALL), 0))
-            highest = tl.maximum(highest, tl.max(standing, 0))
+            priority = tl.load(listed_ptr + at, mask=at < num_listed, other=0)
+            lowest = tl.minimum(lowest, tl.min(tl.where(at < num_listed, priority, _ABOVE_ALL), 0))
+            highest = tl.maximum(highest, tl.max(priority, 0))
             first += BLOCK
         # Digits in which no two differ need no look.
         low = bin_shift.to(tl.int32)
@@ -338,9 +338,9 @@ def _settle(
             first = num_listed * 0
             while first < num_listed:
                 at = first + tl.arange(0, BLOCK)
-                standing = tl.load(listed_ptr + at, mask=at < num_listed, other=NO_PAIR)
-                is_inside = (standing >> low) == leading
-                digit = (standing >> (low - width)).to(tl.int32) & ((1 << width) - 1)
+                priority = tl.load(listed_ptr + at, mask=at < num_listed, other=NO_PAIR)
+                is_inside = (priority >> low) == leading
+                digit = (priority >> (low - width)).to(tl.int32) & ((1 << width) - 1)
                 count += tl.histogram(digit, _DIGITS, mask=is_inside)
                 first += BLOCK
             reaching = tl.cumsum(count, 0, reverse=True)
@@ -354,7 +354,7 @@ def _settle(
 
 @triton.jit(do_not_specialize=["num_tokens", "index_bits", "scale"])
 def _write(
-    standing_ptr, scores_ptr, bias_ptr, threshold_ptr, map_ptr, weights_ptr, num_tokens, index_bits, scale,
+    priority_ptr, scores_ptr, bias_ptr, threshold_ptr, map_ptr, weights_ptr, num_tokens, index_bits, scale,
     TELLS_SCORE: tl.constexpr, NUM_SLOTS: tl.constexpr, SLOTS_P: tl.constexpr, NUM_SHARED: tl.constexpr,
     NORMALIZE: tl.constexpr, MOST: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     FILLED: tl.constexpr,
@@ -364,7 +364,7 @@ def _write(
     slot = tl.arange(0, SLOTS_P)[:, None]
     row = tl.arange(0, BLOCK)[None, :]
     is_slot = (slot < NUM_SLOTS) & (begin + row < num_tokens)
-    standing = tl.load(standing_ptr + _slot_at(slot, begin + row, num_tokens), mask=is_slot, other=NO_PAIR)
+    priority = tl.load(priority_ptr + _slot_at(slot, begin + row, num_tokens), mask=is_slot, other=NO_PAIR)
 
     scores_ptr += begin * NUM_EXPERTS
     map_ptr += begin * NUM_EXPERTS
@@ -375,12 +375,12 @@ def _write(
         tl.store(weights_ptr + at, tl.zeros([FILLED], tl.float32), mask=at < num_scores)
         tl.store(map_ptr + at, tl.zeros([FILLED], tl.uint8), mask=at < num_scores)
 
-    is_pair = standing != NO_PAIR
-    expert = standings.expert_at(standing, index_bits, NUM_EXPERTS)
+    is_pair = priority != NO_PAIR
+    expert = priorities.expert_at(priority, index_bits, NUM_EXPERTS)
     at = row * NUM_EXPERTS + expert
-    kept = standing >= tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
+    kept = priority >= tl.load(threshold_ptr + expert // NUM_SHARED, mask=is_pair, other=_ABOVE_ALL)
     if TELLS_SCORE:
-        score = ((standing >> index_bits) & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        score = ((priority >> index_bits) & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         score = tl.load(scores_ptr + at, mask=is_pair, other=0.0)
     if MOST is not None:

@@ -15,7 +15,7 @@ from moe_ep_bench.kernels.row_selection import PADDING, find_best
 
 @njit(cache=True, nogil=True)
 def top_k_loads(noise_TE, bias_E, top_k, num_groups=1, top_groups=1, sharpness=1.0):
-    """How many tokens have each expert among the ``top_k`` best by ``noise + bias``: int64 [E].
+    """Number of tokens that have each expert among their ``top_k`` best by ``noise + bias``: int64 [E].
 
     Args:
         num_groups, top_groups: the top-k looks only into the best groups of neighbours. A group's value is the sum of
@@ -132,7 +132,7 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_no
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def score_sums(top_k_TE, scores_TE, valid_T):
-    """What ``metrics.ScoreMetrics`` holds beside the map: sums over valid tokens.
+    """Sums over valid tokens for ``metrics.ScoreMetrics``.
 
     Args:
         top_k_TE: as uint8, padding rows empty.

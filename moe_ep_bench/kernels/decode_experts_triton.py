@@ -42,7 +42,7 @@ _MOST_FEATURES, _FEWEST_FEATURES = 64, 32
 _ENOUGH_PROGRAMS = 4 * 132
 # Inputs of an expert that share one reading of its weights. Tensor cores take 16 at least; absent ones cost no memory.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
-# Of a map: tokens of an expert's column that a program looks at together.
+# Tokens of an expert's column of the map that a program reads together.
 _MOST_TOKENS = 256
 # Of an output: values that a warp of ``combine`` sums, 16 bytes of bfloat16 per thread, and rows under way together.
 _SUMMED_COLUMNS = 256
@@ -61,7 +61,7 @@ def _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def _rows_of_expert(map_ptr, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Where an expert's rows begin and end: T rows are set aside for each."""
+    """Begin and end of an expert's rows: T rows are reserved for each."""
     begin = expert * num_tokens
     end = begin
     for first in range(0, num_tokens, TOKENS):
@@ -196,7 +196,7 @@ def _sizes(most_rows: int, num_experts: int, num_features: int, size: int, dtype
 
 @functools.cache
 def _overlaps() -> dict[str, Any]:
-    """How a launch is told that it may begin before the one before it has ended: from sm_90 on, where Triton can."""
+    """Launch options that let a launch begin before the one before it has ended: from sm_90 on, where Triton can."""
     can = (
         not triton.knobs.runtime.interpret
         and hasattr(tl.extra.cuda, "gdc_wait")
@@ -230,7 +230,7 @@ def expert_rows(
         "TOKENS": min(_MOST_TOKENS, max(16, triton.next_power_of_2(num_tokens))),
     }
     sizes = _sizes(num_tokens, num_experts, 2 * ffn_size, hidden_size, dtype)
-    # What comes before is no launch of ours, and is over when this one begins.
+    # The operation before is no launch of ours, and is over when this one begins.
     _gate_up_kernel[(triton.cdiv(2 * ffn_size, sizes["FEATURES"]), num_experts)](
         hidden_TD.contiguous(), map_bytes, weights_TL.contiguous(), gate_up_L2FD, activated_NF, num_tokens,
         OVERLAPS=overlaps["OVERLAPS"], **shape, **sizes,

@@ -1,4 +1,4 @@
-"""What stands before, between and after the GEMMs of experts, each in one pass over memory.
+"""Operations before, between and after the GEMMs of experts, each in one pass over memory.
 
 torch composes these steps from operations that each read and write whole rows. On CUDA a Triton kernel does each;
 elsewhere, and where Triton has no C compiler, the torch form below, which is also the kernel's oracle.

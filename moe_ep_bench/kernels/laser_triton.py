@@ -68,7 +68,7 @@ def _places(
     scores_ptr, bias_ptr, random_ptr, valid_ptr, place_ptr, num_tokens, eps_high_bits, t_fix_bits, pool_size,
     EVERYONE: tl.constexpr, LOG_WIDTH: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """Where in its token's preference list every expert of the pool stands, 0 first: int16 [T, E]; -1 outside."""
+    """Place of every expert of the pool in its token's preference list, 0 first: int16 [T, E]; -1 outside."""
     token, is_valid = tiles.tokens_of_block(tl.program_id(0) * BLOCK, num_tokens, valid_ptr, BLOCK)
     expert, is_expert = tiles.experts_of_columns(LAYOUT)
     scores = tiles.load_rows(scores_ptr, token, is_valid, expert, is_expert, LAYOUT.num_experts)
@@ -210,5 +210,5 @@ def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext,
 
 
 def _bits(number: float) -> int:
-    """Of a float64, as an integer."""
+    """The bits of a float64, as an integer."""
     return struct.unpack("<q", struct.pack("<d", number))[0]

@@ -113,7 +113,7 @@ def find_best(keys_N, columns, count, best_keys, best_columns, near_keys, near_c
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def _num_larger(keys, count, key):
-    """How many of the first ``count`` keys are larger. Counted in float32, which vectorises; exact up to 2**24."""
+    """Number of the first ``count`` keys that are larger. Counted in float32, which vectorises; exact up to 2**24."""
     larger = np.float32(0)
     for index in range(count):
         larger += np.float32(keys[index] > key)

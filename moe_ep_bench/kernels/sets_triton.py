@@ -45,7 +45,7 @@ WITH_ROUNDS = tl.constexpr(5)  # one per rank and round, until AMOUNT experts ar
 
 # For a tile: statistics are float64 and take twice the registers.
 _WARPS = 2 * tiles.NUM_WARPS
-# Of a tile that compares experts with experts: float64, 16 a thread.
+# Elements of a tile that compares experts with experts: float64, 16 a thread.
 _COMPARED = 4096
 
 
@@ -63,7 +63,7 @@ def _store_statistics(stats_ptr, scores, wanted, expert, is_expert, WITH_SUMS: t
 @triton.jit
 def _wanted(order, scores, sets_ptr, token, num_tokens, expert, is_expert, COUNT: tl.constexpr, SHARE: tl.constexpr,
             NUM_EXPERTS: tl.constexpr):  # fmt: skip
-    """What each token wants, or where there are requests, what each request does: bool [BLOCK, WIDTH]."""
+    """The experts that each token wants, or its request where there are requests: bool [BLOCK, WIDTH]."""
     if sets_ptr is not None:
         wanted = tiles.load_rows(sets_ptr, token, token < num_tokens, expert, is_expert, NUM_EXPERTS) != 0
     else:
@@ -370,7 +370,7 @@ def _find_sets(scores_ptr, bias_ptr, valid_ptr, id_ptr, sets_ptr, num_tokens, CO
 
 
 def request_sets(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
-    """What every request opens, in one of its rows: uint8 [T, E]; None in the other scopes."""
+    """The experts that every request opens, in one of its rows: uint8 [T, E]; None in the other scopes."""
     if policy.scope != "request":
         return None
     num_tokens, num_experts = scores_TE.shape

@@ -1,4 +1,4 @@
-"""What the routing kernels share: tokens' scores as a tile, the order of a token's experts, and choosing by it.
+"""Functions that the routing kernels share: load tokens' scores as a tile, order a token's experts, select by order.
 
 A program works on a tile [BLOCK, WIDTH] of tokens by experts. Experts lie in its columns by groups (DeepSeek-V3,
 section 2.1.2; a model without groups has one), each group padded to a power of two: tiles have no other sizes.
@@ -27,7 +27,7 @@ from moe_ep_bench.policies.contract import Routing, RoutingContext
 MOST_EXPERTS = 1024
 NUM_WARPS = 4
 
-# Of a tile, for NUM_WARPS warps: 32 scores a thread, 64 registers of order.
+# Elements of a tile for NUM_WARPS warps: 32 scores a thread, 64 registers of order.
 _TILE = 4096
 _MOST_ROWS = 128
 
@@ -204,7 +204,7 @@ def preference_order(values, expert, is_expert):
 
 @triton.jit
 def expert_in(order):
-    """Whose order this is."""
+    """The expert that an order belongs to."""
     return (order & LAST_EXPERT).to(tl.int32) ^ LAST_EXPERT
 
 

@@ -80,7 +80,7 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 
 def experts_submodule(parts: Parts, num_experts: int) -> Any:
-    """What Megatron-Core is to build as the experts of an MoE layer."""
+    """The submodule that Megatron-Core builds as the experts of an MoE layer."""
     if parts.experts == "grouped":
         return GroupedExperts
     if parts.experts == "decode":
@@ -142,7 +142,7 @@ class BoundedDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
         if self.router is None:
             return int(self.num_out_tokens)
         most, self.router.most_pairs = self.router.most_pairs, None
-        return int(map_TE.sum()) if most is None else most  # What no policy chose is counted, which waits.
+        return int(map_TE.sum()) if most is None else most  # Without a bound the host waits for the count.
 
     def token_dispatch(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_splits is not None:

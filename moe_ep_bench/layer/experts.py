@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 # Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states and policies.
 ROUTED, SHARED, GATE = 0, 1, 2
 HIDDEN, DRAWS, ROWS = 10, 11, 12
-# Of a whole model: layers' seeds, weights outside of MoE layers, token ids, cached keys and values.
+# Seeds in a whole model: layers, weights outside of MoE layers, token ids, cached keys and values.
 DEPTH, REST, TOKENS, CACHE = 20, 21, 22, 23
 
 
@@ -69,7 +69,7 @@ def apply_expert(x_TD: Tensor, weights: ExpertWeights) -> Tensor:
 
 
 class DenseReference:
-    """What every expert makes of some of a rank's tokens.
+    """Outputs of every expert for some of a rank's tokens.
 
     Args:
         hidden_ND: the tokens' inputs, in the layer's dtype.

@@ -1,4 +1,4 @@
-"""What a layer is made of: its experts, by which dispatcher and permutation follow.
+"""The implementations of a layer: its experts, which determine dispatcher and permutation.
 
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``; permutations by index
 ``decode``      ours, for few tokens: each activated expert's weights are read once (Triton on a GPU). Every rank gets
@@ -27,7 +27,7 @@ _PERMUTATIONS = {"decode": "none", "sequential": "megatron", "te": "fused"}
 
 @dataclass(frozen=True)
 class Parts:
-    """What runs, with ``auto`` decided."""
+    """The implementations that run, with ``auto`` decided."""
 
     experts: str = "grouped"
     cuda_graph: bool = False

@@ -1,4 +1,4 @@
-"""What goes through a whole model at once: prompts of a prefill, or one new token of requests that decode.
+"""Batches of a whole model: prompts of a prefill, or one new token of each request that decodes.
 
 *Prefill.* A rank's prompts are packed side by side, whatever their lengths, and each attends to itself alone. Of each
 only the last token's logits are computed, as an engine does. *Decode.* Every request has ``context_length`` tokens in

@@ -120,8 +120,8 @@ def instrumented_model(gpt: Any, recorder: PhaseRecorder, meet: Callable[[], obj
     """Time every phase of every layer of a GPTModel with ``recorder``, and probe the waiting, while the block runs.
 
     A phase of a layer is recorded as (layer, phase); what belongs to none (embedding, last norm, output layer) by its
-    name. Attention and dense layers are timed as a whole; ``rest`` is what of a layer, and of the decoder around them,
-    is neither: norms and residual additions.
+    name. Attention and dense layers are timed as a whole; ``rest`` is all else of a layer and of the decoder around it:
+    norms and residual additions.
     """
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""What runs on this rank: a stack of MoE layers, which is one layer alone or all of a model with what lies between.
+"""The stack of MoE layers that runs on this rank: one layer alone, or a whole model with all between its MoE layers.
 
 Every MoE layer has two forms with one set of weights; ``select_forms`` says which runs. ``native`` is the baseline
 of every speedup: Megatron-Core's router on its dropless path, which knows its buffer sizes beforehand.
@@ -106,7 +106,7 @@ class Stack:
         """Replay these logits in a layer from now on, under ``policy`` where its policy form runs.
 
         Args:
-            context: what the policy may know of the next batch.
+            context: fields of the next batch that the policy may see.
         """
         moe = self.moe_layers[layer]
         moe.router.replay_TE = logits_TE

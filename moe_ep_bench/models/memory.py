@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 
 from moe_ep_bench.models.spec import ModelSpec
 
-# Of the fullest rank over the mean, where no workload says more.
+# Load of the fullest rank over the mean, where no workload states it.
 USUAL_LOAD = 2.0
 
 
@@ -124,7 +124,7 @@ class Served(NamedTuple):
         }
 
     def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:
-        """What each rank of the whole model holds, and the fewest ranks that hold it: the same batch on more."""
+        """Bytes of the whole model on each rank, and the fewest ranks that hold it with the same batch."""
         facts = {"device": device, "device_bytes": device_bytes, "dtype": self.dtype}
         facts["is_whole"] = self.model.other_parameters() is not None
 

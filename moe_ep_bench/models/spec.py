@@ -26,14 +26,14 @@ Number = Annotated[int, Field(ge=1, le=MOST_RUNS)]
 Size, SizeOrNone = Annotated[int, Field(ge=1, le=MOST)], Annotated[int, Field(ge=0, le=MOST)]
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
-"""What makes a router's scores of its logits; the last is the root of their softplus."""
+"""The function from a router's logits to its scores; the last is the root of their softplus."""
 
 
 CheckpointDtype = Literal["bfloat16", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"]
 
 
 class Form(NamedTuple):
-    """What attention does with a token in one layer; widths are of all heads together."""
+    """Work of attention on a token in one layer; widths are of all heads together."""
 
     queries: int
     keys: int
@@ -236,7 +236,7 @@ class ModelSpec(Preset):
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """Where the benchmark's layer is simpler than the model: short sentences, to be shown with results."""
+        """Simplifications of the benchmark's layer: short sentences, shown with results."""
         sums = self.top_k // self.top_groups if self.top_groups else None
         sentences = {
             f"One of {self.tensor_parallel} tensor-parallel ranks, with its slice of every expert; the all-reduce"

@@ -68,7 +68,7 @@ IMAGE = 1  # in RoutingContext.modality_T
 
 
 class Room(NamedTuple):
-    """What neighbouring experts that share a capacity have room for; the Triton forms read the same numbers.
+    """Capacity of neighbouring experts that share one; the Triton forms read the same numbers.
 
     Attributes:
         of_token: pairs per token of the rank, num_shared * gamma * K / E. It is exact: the capacity factor is taken as
@@ -88,7 +88,7 @@ class Room(NamedTuple):
 
 @policy
 class CapacityPolicy(SteppedPolicy):
-    """What ``token_drop`` and ``expanded_drop`` share.
+    """Fields and rules that ``token_drop`` and ``expanded_drop`` share.
 
     Attributes:
         capacity_factor: gamma >= 0, capacity over mean load; 0 drops everything.
@@ -137,7 +137,7 @@ class CapacityPolicy(SteppedPolicy):
         return self.steps.within_capacity(candidates_TE, keys_TE, capacity, room.num_shared)
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
-        """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
+        """Keys by which an expert orders its pairs, the largest first: [T, E], float32 or int64."""
         num_tokens = scores_TE.shape[0]
         token_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1)
         if self.metric == "score":
@@ -197,7 +197,7 @@ class ExpandedDrop(CapacityPolicy):
             raise UserError("num_candidates: scope=global needs a whole number >= 0, got None")
 
     def further_experts(self, num_experts: int, context: RoutingContext) -> int:
-        """How many further experts a token considers: on its own rank, or beyond its top-k anywhere."""
+        """Number of further experts that a token considers: on its own rank, or beyond its top-k anywhere."""
         most = num_experts - context.top_k if self.scope == "global" else num_experts // context.num_ranks
         return most if self.num_candidates is None else min(self.num_candidates, most)
 
@@ -282,7 +282,7 @@ class BudgetDrop(SteppedPolicy):
         mean_RC = torch.where(pairs_RC > 0, mass_RC / pairs_RC, torch.inf)
         order_RC = mean_RC.sort(dim=1, stable=True).indices
         pairs_RC, mass_RC = pairs_RC.gather(1, order_RC), mass_RC.gather(1, order_RC)
-        # What a rank still computes before it gives up each cell.
+        # Pairs that a rank still computes before it gives up each cell.
         before_RC = pairs_RC.sum(dim=1, keepdim=True) - pairs_RC.cumsum(dim=1) + pairs_RC
 
         lost_RC, share = (pairs_RC, self.max_dropped) if self.max_lost_mass is None else (mass_RC, self.max_lost_mass)

@@ -105,7 +105,7 @@ def decimal(value: float) -> Fraction:
 
 @dataclass(frozen=True, eq=False)
 class RoutingContext:
-    """What a policy may know besides the scores.
+    """Facts of the batch and the model that a policy may see besides the scores.
 
     Attributes:
         top_k: experts per token of the model's own routing (K).
@@ -145,7 +145,7 @@ class RoutingContext:
     random_TE: Tensor | None = None
 
     def num_valid(self, num_tokens: int) -> int:
-        """How many of the tokens are not padding. A mask is counted once, for which the host waits."""
+        """Number of tokens that are not padding. A mask is counted once, for which the host waits."""
         return num_tokens if self.token_mask_T is None else self._num_marked
 
     @cached_property
@@ -170,13 +170,13 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a policy does, and what it states about itself.
+    """The interface of a policy: its rule, and facts that it states about itself.
 
     A policy of your own implements ``route`` and, where it decides for the whole batch, ``batch_stats``.
 
     Attributes:
         name: what users write.
-        acts_in: the phases in which it acts unless told otherwise. Capacities bound the straggler of prefill,
+        acts_in: the stages (prefill, decode) in which it acts by default. Capacities bound the straggler of prefill,
             batch-wide sets the weights that a decode step reads.
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds only the top-k needs
             a model of the others, which results then name; ``check-policy`` finds who does not say so.
@@ -194,7 +194,7 @@ class Policy:
 
     @property
     def data(self) -> Similarity | None:
-        """What it decides by beside scores; None = nothing."""
+        """Data besides scores by which it decides; None = nothing."""
         return None
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:

@@ -29,7 +29,7 @@ Trim = Literal["top", "random"]
 
 @policy
 class LoadAwarePolicy(SteppedPolicy):
-    """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
+    """The rule that ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
     Attributes:
         carry_loads: start a batch from the loads that this rank's earlier ones left (``load_E``), not from zero.
@@ -41,7 +41,7 @@ class LoadAwarePolicy(SteppedPolicy):
     carry_loads: Flag = False
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
-        """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""
+        """The rule of this layer, and keys that trim a pool that is too large: float32 [T, E] drawn anew, or None."""
         raise NotImplementedError
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:

@@ -1,4 +1,4 @@
-"""What every routing policy keeps, whatever its rule: ``check-policy`` tries it on scores of many kinds.
+"""Laws that every routing policy keeps: ``check-policy`` tries them on scores of many kinds.
 
 A law takes a ``Trial``: a policy, scores and the context's arguments. It raises ``LawBroken``, which says what was
 expected. The tests of this package hold every policy of its own to the same laws.
@@ -20,7 +20,7 @@ from moe_ep_bench.policies.selection import top_k_map, weighted
 
 
 class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
-    """What was expected of a routing, in one line."""
+    """A law that a routing breaks, in one line."""
 
 
 @dataclass(frozen=True, eq=False)

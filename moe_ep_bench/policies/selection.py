@@ -1,4 +1,4 @@
-"""What the model itself would choose, in which order, and with what weight; ``topk`` routes so.
+"""The model's own selection, its order and its weights; ``topk`` routes so.
 
 Shapes: T = tokens, E = experts, K = top_k.
 """

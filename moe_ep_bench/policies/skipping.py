@@ -24,14 +24,14 @@ from moe_ep_bench.policies.steps import Steps
 
 @policy
 class ClosingPolicy(SteppedPolicy):
-    """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
+    """The rule that ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
 
     def closed(self, load_E: Tensor) -> Tensor:
         """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
         raise NotImplementedError
 
     def num_closed(self, num_experts: int) -> int:
-        """How many of all experts are closed at least, or left without a token."""
+        """The least number of experts that are closed, or left without a token."""
         raise NotImplementedError
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:

@@ -110,7 +110,7 @@ class Steps:
         num_experts = scores_TE.shape[1]
         cell_TE = score_bins(scores_TE) * num_experts
         cell_TE += torch.arange(num_experts, device=scores_TE.device)
-        # What is not marked adds nothing: to leave it out the host would have to know how many are.
+        # Unmarked pairs add nothing: to leave them out the host would have to know how many are marked.
         mass_TE = ((scores_TE * map_TE).double() / SCORE_UNIT).round() * SCORE_UNIT
         values_2TE = torch.stack([map_TE.double(), mass_TE])
         cells_2N = values_2TE.new_zeros(2, NUM_BINS * num_experts)
@@ -127,7 +127,7 @@ class Steps:
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
     ) -> tuple[Tensor, Tensor]:
-        """What any token of a request wants, and the request's summed scores, added in the order of its tokens.
+        """Experts that any token of a request wants, and the request's summed scores, added in the order of its tokens.
 
         Args:
             scores_TE: float32.
@@ -265,7 +265,7 @@ def best_first(keys_TE: Tensor) -> Tensor:
 
 
 def place_in_row(keys_RN: Tensor) -> Tensor:
-    """Where in its row's ``best_first`` order each column stands, 0 the best: int64 [rows, N]."""
+    """Place of each column in its row's ``best_first`` order, 0 the best: int64 [rows, N]."""
     return best_first(keys_RN).argsort(dim=1)
 
 

@@ -158,7 +158,7 @@ def most_mass(start_E: Tensor, sums_E: Tensor, threshold: float) -> Tensor:
 
 
 def in_rounds(start_E: Tensor, sums_E: Tensor, rank_budget: int, num_ranks: int) -> Tensor:
-    """What the ranks add, one each and round, until there are rank_budget * R experts: bool [E]."""
+    """Experts that ranks add, one per rank and round, until there are rank_budget * R: bool [E]."""
     start_RL = start_E.view(num_ranks, -1)
     num_local = start_RL.shape[1]
     left_R1 = num_local - start_RL.sum(dim=1, keepdim=True)

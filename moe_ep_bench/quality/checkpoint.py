@@ -186,7 +186,7 @@ _BIAS = "e_score_correction_bias"
 
 
 class Choice(NamedTuple):
-    """What a layer's own router did with tokens.
+    """The choice of a layer's own router for tokens.
 
     Attributes:
         scores_TE: float32, as a policy sees them: their top-k is the choice, also where they tie.
@@ -239,7 +239,7 @@ class MoELayer:
         return None if groups is None or top is None or groups == top else (groups, top)
 
     def context(self, num_ranks: int) -> RoutingContext:
-        """What is so of all tokens of this layer."""
+        """The fields of a context that all tokens of this layer share."""
         num_groups, top_groups = self.groups or (None, None)
         return RoutingContext(
             top_k=self.top_k,
@@ -260,7 +260,7 @@ class MoELayer:
         writer.describe(**sizes, where=self.name, score=score, licence="unstated", **facts)
 
     def choice(self, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
-        """What the router chose, from its logits and expert ids.
+        """The router's choice, from its logits and expert ids.
 
         A router in bfloat16 gives many experts equal scores, and ``torch.topk`` breaks ties as it likes. The experts
         that it took among equals are shown ahead by one unit in the last place.

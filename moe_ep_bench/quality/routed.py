@@ -147,7 +147,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, eq=False)
 class RouterCall:
-    """What one router did in one pass.
+    """The routing of one router in one pass.
 
     Attributes:
         scores_TE: float32, of all tokens of the pass, padding included; their top-k is what the model chose.
@@ -265,7 +265,7 @@ class PolicyRouter:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.loads: dict[str, Tensor] = {}
-        """Where the policy carries them, pairs of each rank and expert so far, float64 [R, E], by the layer's name."""
+        """Carried loads by layer name: pairs of each rank and expert so far, float64 [R, E]; empty if none are."""
 
     def route(self, layer: MoELayer, scores: list[Tensor], contexts: list[RoutingContext]) -> list[Routing]:
         """Route a batch: of every rank that has tokens its scores, float32 [T, E], and its context."""

@@ -34,7 +34,7 @@ from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.torchrun import device_type
 
-# Of the environment: what decides the answers.
+# Packages of the environment that decide the answers.
 _DECISIVE = ("device_name", "torch", "transformers", "lm_eval")
 
 
@@ -86,7 +86,7 @@ class QualityComparison:
         return judged_phase(case.policy, self.experiment.arrangement)
 
     def facts(self) -> JudgedFacts:
-        """What ``run.json`` says of the comparison."""
+        """The comparison's entry in ``run.json``."""
         layers = self.model.moe_layers
         return JudgedFacts(
             title=self.title,
@@ -102,7 +102,7 @@ class QualityComparison:
         )
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
-        """What ``run.json`` says of a case."""
+        """A case's entry in ``run.json``."""
         return case.facts(phase=self.phase(case))
 
 

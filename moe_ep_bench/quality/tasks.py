@@ -215,7 +215,7 @@ def score_continuations(
 
 
 def _hidden_states(model: Any, batch: Sequence[tuple[int, ...]]) -> Tensor:
-    """What logits are made of, [B, S, D]; padding is on the right, and masked."""
+    """Inputs of the output layer, [B, S, D]; padding is on the right, and masked."""
     device = next(model.parameters()).device
     tokens_BS = pad_sequence([torch.tensor(tokens, device=device) for tokens in batch], batch_first=True)
     length_B1 = torch.tensor([[len(tokens)] for tokens in batch], device=device)

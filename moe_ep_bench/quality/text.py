@@ -38,7 +38,7 @@ _LOGITS_AT_ONCE = 2**24
 
 
 class Costs(NamedTuple):
-    """Of every token but a sequence's first, float32 [B, S - 1]."""
+    """Costs of every token but a sequence's first, float32 [B, S - 1]."""
 
     cross_entropy: Tensor
     kl: Tensor
@@ -68,7 +68,7 @@ class Text:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all tokens that are read."""
+        """Facts of all tokens that are read."""
         return hashlib.sha256(json.dumps(self.tokens_BS.tolist()).encode()).hexdigest()[:16]
 
     @property
@@ -129,7 +129,7 @@ class Text:
 
 
 def hidden_states(model: Any, tokens_BS: Tensor) -> Tensor:
-    """What the model's output layer makes logits of: [B, S, D]."""
+    """Inputs of the model's output layer: [B, S, D]."""
     return model.base_model(tokens_BS, use_cache=False).last_hidden_state
 
 

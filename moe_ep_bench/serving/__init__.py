@@ -37,7 +37,7 @@ class Settings:
 
 
 def settings(environment: Mapping[str, str]) -> Settings | None:
-    """What the variables ask for; None = nothing.
+    """Settings from the environment variables; None = not set.
 
     Raises:
         ValueError: one line that names the variable or file, the key and the value.

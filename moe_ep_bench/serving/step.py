@@ -32,7 +32,7 @@ from moe_ep_bench.quality.checkpoint import Choice, MoELayer
 from moe_ep_bench.quality.routed import PolicyRouter
 from moe_ep_bench.workload.trace import written_trace
 
-# What the factory of routers is told where scores are none that a policy knows, by what that is called.
+# Arguments of vLLM's router factory that make scores unknown to policies, and their names in messages.
 _UNKNOWN_ROUTERS = {
     "custom_routing_function": "a routing function of the model's own",
     "zero_expert_type": "experts that compute nothing",
@@ -44,7 +44,7 @@ COUNTS = ("steps", "tokens", "pairs", "dropped", "rerouted", "own_mass", "mass",
 
 
 def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: int, **told: Any) -> MoELayer:
-    """A layer as policies know it, from what vLLM's factory of routers was told.
+    """A layer as policies know it, from the arguments of vLLM's router factory.
 
     Raises:
         ValueError: a router whose scores are none that a policy knows.
@@ -155,7 +155,7 @@ class StepRouter:
         ).to(self.counts_LC)
 
     def report(self) -> str:
-        """What the policy did so far, in all layers together."""
+        """Counts of the policy so far, over all layers."""
         count = dict(zip(COUNTS, self.counts_LC.sum(dim=0).tolist(), strict=True))
         # Tokens and steps pass through every layer.
         tokens, steps = (count[name] / len(self.layers) for name in ("tokens", "steps"))
@@ -211,7 +211,7 @@ class Recorder:
         facts: metadata of both files: model and source.
         notes: what a user of them should know.
         most_bytes: held in memory; then recording ends.
-        say: is told of files, and of the end.
+        say: receives a line for each file, and at the end.
     """
 
     directory: Path

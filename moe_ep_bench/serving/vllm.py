@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.moe_ep_bench")
 
 @dataclass(eq=False)
 class Session:
-    """What was asked for, and, in the process that computes, the model it acts in."""
+    """The settings, and, in the process that computes, the model in which the policy acts."""
 
     asked: Settings | None = None
     routers: list[Mapping[str, Any]] = field(default_factory=list)  # by place: what vLLM's factory was told
@@ -255,7 +255,7 @@ class _Computed:
 
     @functools.cached_property
     def tokens(self) -> tuple[Any, Any, Any, Any]:
-        """Of each token its request's name and number, its position, and whether a prompt holds it.
+        """Request name and number of each token, its position, and whether a prompt holds it.
 
         Known when the first router is called: the runner orders requests after the step has begun.
         """
@@ -282,7 +282,7 @@ class _Computed:
 
 
 def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
-    """What ``moe_ep_bench::route`` does: weights and expert ids [T, K] from vLLM's own."""
+    """The implementation of ``moe_ep_bench::route``: weights and expert ids [T, K] from vLLM's own."""
     session = _session
     computed = session.step
     if computed is None or not session.layers:  # warm-up

@@ -1,4 +1,4 @@
-"""What the layer is fed: tokens and their router scores.
+"""Inputs of the layer: tokens and their router scores.
 
 How long an MoE layer takes under expert parallelism depends less on the tokens than on where the router sends them:
 the busiest expert's rank is late, and all others wait. So a policy's speedup is a statement about a *distribution of

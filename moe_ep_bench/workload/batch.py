@@ -158,7 +158,7 @@ class Workload(ABC):
     def _dealt(
         self, index: int, num_ranks: int, tokens_R: NDArray[np.int64] | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Where sequences start, int64 [S + 1], and their pieces, int64 [P + 1]; whose each piece is, int64 [P]."""
+        """Starts of sequences, int64 [S + 1], and of their pieces, int64 [P + 1]; the rank of each piece, int64 [P]."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
         length_S = self.sequence_lengths(index)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.policies.lazy import Tensor, torch
 
 NUM_POINTS = 65
-"""Of a curve, native's fullest rank and no load at all included."""
+"""Points of a curve, with native's fullest rank and no load at all."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,7 +91,7 @@ def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = 
 
 # ---- servers: expert ids alone, in responses, one a line -------------------------------------------------------------
 
-# What their scores are; every result that is made from them says so.
+# The meaning of their scores; every result made from them states it.
 ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
 
 
@@ -322,7 +322,7 @@ def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer
             continue
         ids_TK = checked(read.top_indices, f"{where}: top_indices", (read.num_tokens, model.top_k))
         shares_TE = _megatron_shares(read, where, sidecar, model)
-        # What is out of range the writer refuses.
+        # The writer refuses ids that are out of range.
         shares_TK = np.take_along_axis(shares_TE, ids_TK.clip(0, model.num_experts - 1), axis=1)
         writer.add(read.layer, ids_TK, shares_TK, f"{where}: layer {read.layer}")
         length_S = [1] * read.num_tokens if options.phase == "decode" else [read.num_tokens]

@@ -43,7 +43,7 @@ from moe_ep_bench.workload.tail import RECORDED, TAILS, fill_tail, fit_top_k, ke
 from moe_ep_bench.workload.trace import Trace
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Of a batch's sequences or slots: each one's first token, counted through all recordings, and how many; int64 [S]."""
+"""First token, counted through all recordings, and length of a batch's sequences or slots; int64 [S] each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,12 +163,12 @@ class RecordedWorkload(Workload):
 
     @cached_property
     def _offsets(self) -> NDArray[np.int64]:
-        """Where each recording's tokens begin among those of all, and where all end."""
+        """First token of each recording in the numbering of all tokens, and their total."""
         return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
 
     @cached_property
     def _spans(self) -> list[Spans]:
-        """Of every batch."""
+        """First token and length of the sequences or slots of every batch."""
         pools = []
         for trace, offset in zip(self.traces, self._offsets.tolist(), strict=False):
             bounds_S2 = np.stack([trace.start_S[:-1], trace.start_S[1:]], axis=1)

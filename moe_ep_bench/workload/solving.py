@@ -27,7 +27,7 @@ _SHARE_TOLERANCE, _COPYING_TOLERANCE = 1e-4, 2e-3
 # The sharpness: from flat scores to one-hot ones, beyond float32 in any case.
 _LEAST_SHARPNESS, _GREATEST_SHARPNESS = 1e-4, 1e4
 _GREATEST_STRENGTH = 1e6
-# Of the capacity factors of ``cuts``, the one that is the mean load: what is above it is what lies below.
+# The capacity factor of ``cuts`` that is the mean load: as much lies above it as below.
 _MEAN = 1.0
 # Of a profile: the load that the coldest expert lacks, and how loads below the mean fall, as recordings have it; and
 # how steeply those above it may fall.

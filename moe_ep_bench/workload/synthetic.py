@@ -308,7 +308,7 @@ class SyntheticWorkload(Workload):
         }
 
     def targets(self) -> dict[str, object]:
-        """What was asked for, by field; what was left to chance is absent, but for the peak load."""
+        """Targets by field; those left to chance are absent, except the peak load."""
         if self.pattern is not None:
             return {"pattern": self.pattern}
         asked = {name: getattr(self, name) for name in ("topk_share", "neighbour_overlap")}
@@ -352,7 +352,7 @@ def quotas(pattern: str, index: int, num_experts: int, top_k: int, num_tokens: i
     weight_E = (ends[0] + (ends[1] - ends[0]) * uniform_E) ** (1 / (1 - exponent))
     quota_E = np.minimum(np.rint(weight_E / weight_E.sum() * total), num_tokens).astype(np.int64)
     fullest_E = np.argsort(-weight_E, kind="stable")
-    while missing := total - int(quota_E.sum()):  # What rounding and the limit of T have left or added.
+    while missing := total - int(quota_E.sum()):  # Pairs that rounding and the limit of T left over or added.
         has_room_E = quota_E < num_tokens if missing > 0 else quota_E > 0
         quota_E[fullest_E[has_room_E[fullest_E]][: abs(missing)]] += np.sign(missing)
     quota_E.setflags(write=False)

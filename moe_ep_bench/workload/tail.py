@@ -148,7 +148,7 @@ def fill_tail(
 def outside_limit(
     ids_TK: NDArray[np.int64], scores_TK: NDArray[np.floating], num_experts: int, selection: RoutingContext
 ) -> NDArray[np.float64]:
-    """What experts outside the recorded ones' groups stay below, [T, E]; infinite for all others.
+    """Upper bounds of experts outside the recorded ones' groups, [T, E]; infinite for all others.
 
     A group's value is the sum of its best K // ``top_groups`` scores. The recorded experts alone give the least of
     their groups so much, and as many equal scores of another group come to no more. Groups with more recorded experts

@@ -49,14 +49,14 @@ class RankLoad(Strict):
 
 
 class Cut(Strict):
-    """What Token Drop leaves of a layer's loads, all ranks' tokens together."""
+    """A layer's loads after Token Drop, all ranks' tokens together."""
 
     capacity_factor: float = Field(gt=0)
     """Capacity over the mean load."""
     dropped_share: float = Field(ge=0, lt=1)
     """Share of the pairs above it."""
     rank_load: float | None = Field(None, gt=0)
-    """What the fullest of ``Skew.rank_load.ep_size`` ranks keeps, over the mean before the cut."""
+    """Load of the fullest of ``Skew.rank_load.ep_size`` ranks after the cut, over the mean before it."""
 
 
 class Layers(Strict):
@@ -72,10 +72,10 @@ class Skew(Strict):
     """Targets for ``SyntheticWorkload``; None = not known, left to the generator."""
 
     basis: Literal["recorded", "published", "assumed"]
-    """What the numbers were taken from: a recording of this model, a publication on it, or another model's."""
+    """Source of the numbers: a recording of this model, a publication on it, or another model's."""
     source: str
     of: str | None = None
-    """Whose numbers these are, where they are another model's."""
+    """The model of which these numbers are, where it is another one."""
     peak_load: float = Field(ge=1)
     rank_load: RankLoad | None = None
     topk_share: float | None = Field(None, gt=0, lt=1)
@@ -152,7 +152,7 @@ def load_skew(preset: str, name: str) -> Skew:
 
 
 def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int) -> tuple[float, float]:
-    """What a capacity leaves of a layer's loads: the dropped share, and the fullest of contiguous ranks over the mean.
+    """A layer's loads after a capacity: the dropped share, and the fullest of contiguous ranks over the mean.
 
     Args:
         load_E: of all ranks' tokens; a rank's share of the experts is E / num_ranks.
@@ -183,7 +183,7 @@ def read_counts(path: Path) -> NDArray[np.float64]:
 
 
 def uncounted_words(path: Path) -> str:
-    """How many layers of a file count nothing, and so are not used; empty where all count."""
+    """Number of layers of a file without counts, which are not used, in words; empty where all have some."""
     is_counted_L = _all_counts(path).any(axis=1)
     if is_counted_L.all():
         return ""

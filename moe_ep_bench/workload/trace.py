@@ -1,4 +1,4 @@
-"""Reader and writer of ``moe-trace-v1``: what a real model's router chose, token by token, layer by layer.
+"""Reader and writer of ``moe-trace-v1``: choices of a real model's router, token by token and layer by layer.
 
 A safetensors file (never unpickled) with
 
@@ -250,7 +250,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _sequences(path: Path, sequence_id_T: NDArray[np.int32], position_T: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Where sequences start, and their end, as ``Trace.start_S``; checks ids and positions."""
+    """First token of each sequence and their end, as ``Trace.start_S``; checks ids and positions."""
     new_T = np.diff(sequence_id_T) != 0
     back_T = ~new_T & (np.diff(position_T) <= 0)
     if back_T.any():

@@ -1,7 +1,7 @@
-"""What a pair counts for with its expert, as one integer: its *standing*.
+"""The *priority* of a pair at its expert, as one integer.
 
 An expert under capacity (arXiv 2503.05066) keeps its best C pairs: by modality first where one is favoured, then by the
-metric, then the lower token, then the lower expert of those that share the capacity. A standing packs all of that into
+metric, then the lower token, then the lower expert of those that share the capacity. A priority packs all of that into
 an int64, larger for what is rather kept. No two pairs have the same, so ties need no thought, and what an expert keeps
 is what stands at some threshold or above.
 
@@ -26,7 +26,7 @@ from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, 
 from moe_ep_bench.policies.contract import RoutingContext
 
 MOST_PAIRS = 2**30
-"""T * E, so that a standing stays below 2**63."""
+"""T * E, so that a priority stays below 2**63."""
 NO_PAIR = tl.constexpr(-1)
 
 _FLOAT_BITS = 31  # of a float that is not negative
@@ -37,11 +37,11 @@ Linear = tuple[int, int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What a capacity policy's launches are given, as kernels read it.
+    """Arguments of a capacity policy's launches, as kernels read them.
 
     Attributes:
         read: scores, bias, padding mask, modality (None where none is favoured) and the metric ``random`` (or None).
-        index_bits, range_bits, bits: widths of a pair's number, of the metric, and of a standing.
+        index_bits, range_bits, bits: widths of a pair's number, of the metric, and of a priority.
         tells_score: the metric is the score, and nothing else.
         room: T in it counts valid tokens if ``room_of_valid``; else the host knew T, and ``least`` is all of it.
         first_local: the first expert of the tokens' own rank.
@@ -103,7 +103,7 @@ class Job:
 
 
 def _expansion(policy: CapacityPolicy, num_experts: int, context: RoutingContext) -> tuple[int, int, int | None]:
-    """How many further experts a token considers, of how many on its own rank, and how many it keeps at most."""
+    """Further experts that a token considers, of how many on its own rank (0 = anywhere), and the most that it keeps."""
     if not isinstance(policy, ExpandedDrop):
         return 0, 0, None
     num_more, most = policy.further_experts(num_experts, context), policy.max_experts_per_token
@@ -138,7 +138,7 @@ def largest_below(number: Fraction, most: int) -> Fraction:
 
 @triton.jit
 def favour(modality_ptr, token, is_token, range_bits, FAVOURED: tl.constexpr):
-    """What stands above the metric: int64 [BLOCK], 0 where no modality is favoured. 1 is an image, all else text."""
+    """The bit above the metric: int64 [BLOCK], 0 where no modality is favoured. 1 is an image, all else text."""
     above = token * 0
     if modality_ptr is not None:
         is_image = tl.load(modality_ptr + token, mask=is_token, other=0) == 1
@@ -155,7 +155,7 @@ def capacity_of(num_valid, least, whole, part, per):
 
 @triton.jit
 def metric_of(key, at, token, num_tokens, random_ptr, is_pair, METRIC: tl.constexpr, SIGNED: tl.constexpr):
-    """What an expert orders its pairs by, the largest first, as an integer that is not negative."""
+    """The metric by which an expert orders its pairs, the largest first, as an integer that is not negative."""
     if METRIC == "score":
         value = key.to(tl.int64)
         if SIGNED:
@@ -171,12 +171,12 @@ def metric_of(key, at, token, num_tokens, random_ptr, is_pair, METRIC: tl.conste
 
 @triton.jit
 def place(key, token, expert, index_bits, NUM_EXPERTS: tl.constexpr):
-    """Standing of a pair by what its expert orders by; among equals the lower token wins, then the lower expert."""
+    """Priority of a pair by what its expert orders by; among equals the lower token wins, then the lower expert."""
     return (key << index_bits) | ((1 << index_bits.to(tl.int64)) - 1 - (token * NUM_EXPERTS + expert))
 
 
 @triton.jit
-def expert_at(standing, index_bits, NUM_EXPERTS: tl.constexpr):
-    """Whose pair this is."""
+def expert_at(priority, index_bits, NUM_EXPERTS: tl.constexpr):
+    """The expert of a pair."""
     last = (1 << index_bits) - 1  # in 32 bits: MOST_PAIRS
-    return (last - (standing.to(tl.int32) & last)) % NUM_EXPERTS
+    return (last - (priority.to(tl.int32) & last)) % NUM_EXPERTS

@@ -281,7 +281,7 @@ class _Ranks:
         return Balanced(expert_P, pairs_P, tuple(self._moves(relayed)))
 
     def _moves(self, relayed: bool) -> list[tuple[int, int, int]]:
-        """Transfers (expert, from, to): from the home, or if ``relayed`` from it or a rank it served, by who sent least."""
+        """Transfers (expert, from, to): from the home, or if ``relayed`` the least busy of it and its receivers."""
         moves, sent_R = [], [0] * self.num_ranks
         senders: dict[int, list[int]] = {}
         for expert, rank in sorted(self.given, key=lambda move: -int(self.load_E[move[0]])):

@@ -103,7 +103,7 @@ class Job:
 
 
 def _expansion(policy: CapacityPolicy, num_experts: int, context: RoutingContext) -> tuple[int, int, int | None]:
-    """Further experts that a token considers, of how many on its own rank (0 = anywhere), and the most that it keeps."""
+    """Further experts that a token considers, of how many on its rank (0 = anywhere), and the most that it keeps."""
     if not isinstance(policy, ExpandedDrop):
         return 0, 0, None
     num_more, most = policy.further_experts(num_experts, context), policy.max_experts_per_token

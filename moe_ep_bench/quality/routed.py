@@ -265,7 +265,7 @@ class PolicyRouter:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.loads: dict[str, Tensor] = {}
-        """Carried loads by layer name: pairs of each rank and expert so far, float64 [R, E]; empty if none are."""
+        """Carried loads by layer name: pairs so far of each rank and expert, float64 [R, E]."""
 
     def route(self, layer: MoELayer, scores: list[Tensor], contexts: list[RoutingContext]) -> list[Routing]:
         """Route a batch: of every rank that has tokens its scores, float32 [T, E], and its context."""

@@ -36,7 +36,7 @@ from moe_ep_bench.cost_model.expert_rows import (
 )
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.tables import Tables, load_links, package_words, read_nccl, root
+from moe_ep_bench.cost_model.tables import Tables, load_links, package_version, read_nccl, root
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.synthetic import quotas
 
@@ -399,7 +399,7 @@ def main() -> None:
         print("\n".join(fitted()))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    print(f"from {package_words()}")
+    print(f"from {' '.join(package_version())}")
     for name, frame in kernel_errors() if options.kernels else errors():
         frame.to_csv(options.out / f"tables-{name}.csv", index=False, float_format="%.6g")
         print(f"\n{name}\n{frame.to_string(index=False, float_format='{:.3g}'.format)}", flush=True)

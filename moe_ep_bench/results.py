@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.facts import Job, RunFacts
+from moe_ep_bench.facts import Job, Pairs, RunFacts
 from moe_ep_bench.files import atomic_path, make_folder, read_json, write_json
 from moe_ep_bench.schema import TABLES
 
@@ -282,6 +282,7 @@ class ValidationDirectory:
         self.real, self.emulated = root / "real", root / "emulated"
         self.pairs, self.text, self.table = (root / f"validation.{end}" for end in ("json", "txt", "csv"))
 
-    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str, margin: float = 0.03) -> None:
-        """Say which comparisons, (real, emulated), are a pair; the rest as in ``facts.Pairs``."""
-        write_json(self.pairs, {"pairs": list(map(list, pairs)), "links": links, "margin": margin})
+    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: Mapping[str, Any], margin: float = 0.03) -> None:
+        """Say which comparisons, (real, emulated), are a pair; ``links`` and the rest as in ``facts.Pairs``."""
+        content = Pairs(pairs=list(pairs), **links, margin=margin)
+        write_json(self.pairs, content.model_dump(mode="json"))

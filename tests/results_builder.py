@@ -19,6 +19,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.show import show
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import SCHEMA_VERSION, TOTAL, UNACCOUNTED
 
@@ -200,6 +202,14 @@ def write_run(
     described |= {**job, "schema_version": SCHEMA_VERSION, "environment": {**where, **(environment or {})}}
     files.write_run(described)
     return root
+
+
+def modelled_facts(
+    device: str | None = "h100-sxm", links: str = "h100-nvlink4", bandwidth_scale: float = 1.0
+) -> dict[str, Any]:
+    """Facts of a modelled device, or of this one (None), behind modelled links."""
+    found = Links.named(links).scaled(bandwidth_scale).facts(bandwidth_scale).model_dump(mode="json")
+    return {"links": found, "device": device and Device.named(device).facts.model_dump(mode="json")}
 
 
 def whole_facts(of_layers: int = 3, moe_layers: Sequence[int] = (1, 2), **facts: Any) -> dict[str, Any]:

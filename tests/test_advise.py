@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import yaml
 from markupsafe import escape
-from results_builder import ELSEWHERE_TOTAL_US, FakeCase, FakeComparison, shown_text, write_run, write_whole
+from results_builder import (
+    ELSEWHERE_TOTAL_US,
+    FakeCase,
+    FakeComparison,
+    modelled_facts,
+    shown_text,
+    write_run,
+    write_whole,
+)
 from trace_files import write_trace
 
 from moe_ep_bench.analysis import page
@@ -36,7 +44,7 @@ OLMOE = ["--model", "olmoe-1b-7b", "--ep", 8, "--tokens"]
 # Where the package of tables is installed.
 HAS_TABLES = find_spec("aiconfigurator_core") is not None
 DEFAULTS = ("table:h100_sxm",) * 2 if HAS_TABLES else ("h100-sxm", "h100-nvlink4")
-MODELLED = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
+MODELLED = modelled_facts()
 
 
 def drop(gamma: float, speedup: float, dropped: float, mass: float, **changes) -> FakeCase:
@@ -130,7 +138,7 @@ def test_the_bound_on_dropped_pairs_leaves_rerouted_ones_alone_and_the_answer_na
     assert row[3:6] == ["5.0", "25.0", "97.0"]
 
 
-MIXED = {"links": "modelled by links/h100-nvlink4, bandwidth x 2: x", "backend": "gloo", "scale": 0.125}
+MIXED = {**modelled_facts(None, bandwidth_scale=2.0), "backend": "gloo", "scale": 0.125}
 
 
 def fit(expert_gb: int) -> dict[str, Any]:

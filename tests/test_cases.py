@@ -17,6 +17,7 @@ from results_builder import (
     WHOLE_CASES,
     FakeCase,
     FakeComparison,
+    modelled_facts,
     standard_cases,
     whole_facts,
     write_run,
@@ -163,7 +164,7 @@ def test_the_speedup_over_topk_is_another_one_where_native_differs_from_it_beyon
     tmp_path, topk, differs, modelled
 ):
     listed = [*standard_cases()[3:], FakeCase("topk", speedup=topk), FakeCase("oea", speedup=1.4)]
-    how = {"mode": "emulated", "facts": {"device": "modelled by devices/h100-sxm: roofline"}} if modelled else {}
+    how = {"mode": "emulated", "facts": {"device": modelled_facts()["device"]}} if modelled else {}
     rows = frame_of(tmp_path, noise=0.0 if modelled else 0.01, cases=listed, num_batches=10, **how)
     assert differs_from_topk(rows).loc[["native", "oea"]].tolist() == [differs] * 2
     assert not differs_from_topk(frame_of(tmp_path / "alone", cases=listed[:2], **FEW)).any()

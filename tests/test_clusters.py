@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.facts.words import describe_device
 from moe_ep_bench.files import parse_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,6 @@ def test_without_its_passes_or_its_fused_kernels_the_layer_would_not_fit() -> No
 def test_a_comparison_says_which_layer_is_modelled(settings: dict[str, str], experts: str, permute: str) -> None:
     comparison = clusters.compared(STATED["configs"]["megatron-deepseek"], settings)
     assert (comparison.parts.experts, comparison.parts.permute) == (experts, permute)
-    words = comparison.device.describe()
+    words = describe_device(comparison.device.facts)
     assert ("Transformer Engine's passes" in words) == (experts == "te")
     assert f"{comparison.device.permute} permutation at" in words

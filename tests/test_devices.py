@@ -21,6 +21,7 @@ from moe_ep_bench.cost_model.devices import (
     ffn_work,
 )
 from moe_ep_bench.cost_model.links import Link, Links
+from moe_ep_bench.facts.words import describe_links
 from moe_ep_bench.models import load_model
 
 ROOT = Path(__file__).parents[1]
@@ -416,4 +417,4 @@ def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> No
         sizes = np.array([1e2, 5e3, 7e5, 3e9])
         np.testing.assert_allclose(after.time_us(4 * sizes), before.time_us(sizes))
         assert after.latency_us == before.latency_us
-    assert "bandwidth x 4" in faster.describe()
+    assert "bandwidth x 4" in describe_links(faster.facts(4))

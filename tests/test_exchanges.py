@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import sent_copies
@@ -27,10 +26,11 @@ from moe_ep_bench.cost_model.tables import (
     exchange_rows,
     load_links,
     load_links_of_layer,
-    package_words,
+    package_version,
     root,
 )
 from moe_ep_bench.errors import OK, USER_ERROR, UserError
+from moe_ep_bench.facts.words import describe_links, exchange_words, modelled_line
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -274,7 +274,7 @@ def test_other_dtypes_and_hidden_sizes_take_the_nearest_rows_by_bytes() -> None:
     narrow = DEEPSEEK.model_copy(update={"hidden_size": 5120})
     near = load_links_of_layer(NORMAL, narrow, 8, "fp8_block").exchange
     assert (near.hidden_size, near.dispatch_scale, near.combine_scale) == pytest.approx((7168, 5 / 7, 5 / 7))
-    assert "dispatch x 0.714 by bytes (modelled); combine x 0.714 by bytes (modelled)" in near.words
+    assert "dispatch x 0.714 by bytes (modelled); combine x 0.714 by bytes (modelled)" in exchange_words(near.facts)
     # A table with rows of a dtype takes those; of any dtype 4,096 values are nearer to 4,096 than to 7,168.
     of_trtllm = "table:h100_sxm/trtllm/1.3.0rc11/trtllm_deepep_ht"
     for dtype, sent in (("nvfp4", "nvfp4"), ("bfloat16", "bfloat16")):
@@ -359,16 +359,24 @@ def test_an_exchange_is_what_a_layer_sends(tmp_path: Path, capsys: pytest.Captur
     (facts,) = [one.facts for one in store.comparisons]
     assert facts.exchange.model_dump() == {
         "name": NORMAL,
-        "measured_by": f"{package_words()}, SGLang 0.5.6.post2 on H100 SXM",
+        "measured_by": {
+            **dict(zip(("package", "package_version"), package_version(), strict=True)),
+            "system": "h100_sxm",
+            "framework": "sglang",
+            "version": "0.5.6.post2",
+            "file": "h100_sxm/comm/sglang/0.5.6.post2/wideep_deepep_normal_perf.parquet",
+        },
         "copies": "node",
         "num_nodes": 2,
+        "num_experts": 256,
+        "top_k": 8,
         "sms": [4, 24],
         "hidden_size": 7168,
         "sent_as": "fp8",
         "dispatch_scale": pytest.approx(2 / (1 + 4 / 128)),
         "combine_scale": 1.0,
     }
-    assert "one for each other node (modelled)" in facts.links
+    assert "one for each other node (modelled)" in describe_links(facts.links, facts.exchange)
     rows = cases(store).set_index("role")
     known = load_links_of_layer(NORMAL, DEEPSEEK, 16, "bfloat16").exchange
     assert known is not None

@@ -18,6 +18,7 @@ from results_builder import (
     FakeCase,
     FakeComparison,
     assert_nothing_is_clipped,
+    modelled_facts,
     standard_cases,
     write_run,
     write_whole,
@@ -164,8 +165,8 @@ RECORDED = {"workload": {"kind": "recorded", "description": "a trace", "tail_mod
     [
         ("run", {}, "MEASURED", "SYNTHETIC"),
         ("run", RECORDED, "MEASURED", "RECORDED"),
-        ("emulated", {"links": "modelled by links/x"}, "EMULATED", "SYNTHETIC"),
-        ("emulated", {"links": "modelled by links/x", "device": "modelled by devices/x"}, "MODELLED", "SYNTHETIC"),
+        ("emulated", modelled_facts(None), "EMULATED", "SYNTHETIC"),
+        ("emulated", modelled_facts(), "MODELLED", "SYNTHETIC"),
     ],
 )
 def test_origins_are_told_apart_by_words_tags_frames_and_phases(tmp_path, mode, facts, how, scores) -> None:
@@ -196,7 +197,8 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     for number, (links, peak) in enumerate(itertools.product((1, 2), (1.0, 2.0))):
         cases = [*native(), drop(1.0, 1.2), drop(2.0, 0.9), FakeCase("oea", params={"k0": 1}, label=f"oea {LONG}")]
         cases += [drop(g, 1 + g / 9, params={"capacity_factor": g, "metric": LONG}, label=LONG) for g in (1.0, 2.0)]
-        facts = {"point": {LINKS: f"{LONG} {links}", PEAK: peak}, "title": f"{LONG} {number}", "links": LONG}
+        facts = {"point": {LINKS: f"{LONG} {links}", PEAK: peak}, "title": f"{LONG} {number}"}
+        facts |= modelled_facts(None) | {"links": {**modelled_facts()["links"], "name": LONG}}
         facts |= {"workload": {"kind": "recorded", "description": LONG, "tail_model": LONG}, "oversubscribed": True}
         comparisons.append(FakeComparison(f"c{number}", facts, cases, num_batches=2, num_iterations=1))
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)

@@ -17,6 +17,7 @@ import yaml
 
 from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.facts.words import fit_words
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
 from moe_ep_bench.models.hf_config import spec_of
 from moe_ep_bench.models.memory import Fit, Served
@@ -287,10 +288,12 @@ def test_rows_are_of_the_load_that_the_workload_states_in_whatever_words(
 def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path: Path) -> None:
     fit = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 8})
     assert not fit.holds()
-    assert fit.words.startswith("does not fit: 203 GB on each of 8 ranks in bfloat16 (experts 163, other weights 3")
-    assert fit.words.endswith("h100-sxm has 80 GB; the smallest EP size on which it does is 32")
+    assert fit_words(fit).startswith(
+        "does not fit: 203 GB on each of 8 ranks in bfloat16 (experts 163, other weights 3"
+    )
+    assert fit_words(fit).endswith("h100-sxm has 80 GB; the smallest EP size on which it does is 32")
     at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
-    assert (at_32.holds(), at_32.words) == (True, "")
+    assert (at_32.holds(), fit_words(at_32)) == (True, "")
     assert not at_32.holds(80e9 - at_32.num_bytes + 1)
     one_each = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 256})
     small = deployment(tmp_path, {"preset": "deepseek-v3"}, one_each.num_bytes, layer={"ep_size": 128})
@@ -302,7 +305,7 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     }
     long = deployment(tmp_path, {"preset": "qwen3-235b-a22b"}, layer={"ep_size": 32}, **step)
     assert long.cache_bytes == 2 * 2_000_001 * 94 * 2 * 4 * 128 * 2
-    assert long.words.endswith("on no EP size it would")
+    assert fit_words(long).endswith("on no EP size it would")
 
 
 # What specs say

@@ -10,7 +10,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import (
+    FAST_RANK,
+    QUIET_MACHINE,
+    FakeCase,
+    FakeComparison,
+    modelled_facts,
+    standard_cases,
+    write_run,
+)
 
 from moe_ep_bench.analysis import page as page_module
 from moe_ep_bench.analysis.cases import cases, load
@@ -146,7 +154,7 @@ def test_a_job_records_its_config_and_command_word_for_word(tmp_path: Path) -> N
 def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
+    facts = modelled_facts()
     comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
     write_run(tmp_path, [comparison, dataclasses.replace(comparison, comparison_id="c1")], mode="emulated")
     (tmp_path / "cases" / "c1-0.parquet").write_bytes(b"PAR1")
@@ -155,4 +163,4 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
     assert "c1-0.parquet: damaged" in line
     text = Parsed((tmp_path / "report.html").read_text()).text
     assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
-    assert "Modelled (nothing was run): 2 ranks, modelled by devices/y, links x;" in text
+    assert "Modelled (nothing was run): 2 ranks, modelled by devices/h100-sxm, links h100-nvlink4;" in text

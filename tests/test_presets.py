@@ -8,6 +8,7 @@ import pytest
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.facts.words import describe_device, describe_links
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset
 
@@ -28,7 +29,8 @@ def test_every_preset_loads_and_its_figures_have_sources(kind: type[Preset], nam
         assert "config.json" in lines[0]
     else:
         assert found.name == name
-        assert found.describe().startswith(f"modelled by {kind.FOLDER}/{name}: ")
+        words = describe_links(found.facts()) if kind is Links else describe_device(found.facts)
+        assert words.startswith(f"modelled by {kind.FOLDER}/{name}: ")
 
 
 @pytest.mark.parametrize(

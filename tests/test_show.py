@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, shown_text, standard_cases, write_run, write_whole
+from results_builder import (
+    QUIET_MACHINE,
+    FakeCase,
+    FakeComparison,
+    modelled_facts,
+    shown_text,
+    standard_cases,
+    write_run,
+    write_whole,
+)
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import JSON_VERSION, cut_labels, escape_latex, escape_markdown, render
@@ -142,7 +151,7 @@ def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
 @pytest.mark.parametrize("modelled", [False, True])
 @pytest.mark.parametrize("lost", [["dropped %"], ["drop %", "reroute %"]], ids=len)
 def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled, lost):
-    facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
+    facts = modelled_facts() if modelled else {}
     # Below what the model can tell has the longest verdict.
     long = [FakeCase("oea", params={"k0": k}, label=f"oea {'x' * 40} end={k}", speedup=1.01) for k in range(2)]
     long[0].rerouted = 0.25 * (len(lost) - 1)
@@ -318,7 +327,7 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
 
 @pytest.mark.parametrize("modelled", [False, True])
 def test_a_modelled_policy_without_a_kernel_is_said_to_be_charged_as_one(tmp_path, modelled):
-    facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
+    facts = modelled_facts() if modelled else {}
     lines = lines_of(tmp_path, cases=[FakeCase("own", by_torch=True), *standard_cases()], facts=facts)
     said = "own: torch operations, charged as if compiled: on a GPU they take longer"
     assert [line for line in lines if "torch operations" in line] == [said] * modelled
@@ -353,8 +362,7 @@ def test_programs_get_every_column_unrounded_and_json_is_the_csvs_rows(directory
 def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys):
     traffic = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": 4.0}, "seed": 7}
     facts = {
-        "device": "modelled by devices/h100-sxm: roofline of 989.4 bf16 TFLOP/s",
-        "links": "modelled by links/h100-nvlink4-ndr, bandwidth x 2: inside a node of 8 10.6 us",
+        **modelled_facts(links="h100-nvlink4-ndr", bandwidth_scale=2.0),
         "workload": traffic,
     }
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), **FEW, facts=facts, num_ranks=4)], "emulated")

@@ -6,15 +6,17 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from moe_ep_bench.facts.words import describe_device, describe_links
+
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from tables import DEVICES, WITH_FP8, experts_rows, fullest_ranks, gemm_speeds, predicted_us
 
-from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import expert_rows
 from moe_ep_bench.cost_model import tables as reading
@@ -24,7 +26,7 @@ from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_lo
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.phases import RankWork, layer_segments
 from moe_ep_bench.cost_model.tables import load_links
-from moe_ep_bench.facts import TimedFacts
+from moe_ep_bench.facts import ExpertFacts, Rows, TimedFacts, origin_of
 from moe_ep_bench.models import ModelSpec
 
 HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
@@ -84,7 +86,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pd.DataFrame(collectives).to_parquet(nccl / "nccl_perf.parquet")
     for module in (reading, expert_rows):
         monkeypatch.setattr(module, "root", lambda: tmp_path)
-    monkeypatch.setattr(reading, "package_words", lambda: "aiconfigurator-core 0.0")
+    monkeypatch.setattr(reading, "package_version", lambda: ("aiconfigurator-core", "0.0"))
     return tmp_path
 
 
@@ -155,18 +157,17 @@ def test_a_shape_that_was_not_measured_is_refused_with_those_that_were() -> None
 
 @pytest.mark.usefixtures("made_up")
 def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() -> None:
-    words = bound().describe(num_tokens=16_384)
-    assert "16,384 tokens, extrapolated to 50,000; " in bound().describe(num_tokens=50_000)
+    device = bound()
+    described = device.facts, device.experts.facts
+    words = describe_device(*described, num_tokens=16_384)
+    assert "16,384 tokens, extrapolated to 50,000; " in describe_device(*described, num_tokens=50_000)
     assert words.startswith(
         "experts measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, bfloat16): 1024 x 512, 16 experts,"
         " top-2, EP 8: 10 rows of 1 to 16,384 tokens; "
     )
     assert "; the rest modelled by devices/h100-sxm: roofline" in words
-    assert (
-        load_links("table:h100_sxm/nccl/2.0")
-        .describe()
-        .startswith("measured elsewhere (aiconfigurator-core 0.0, NCCL 2.0")
-    )
+    links = describe_links(load_links("table:h100_sxm/nccl/2.0").facts())
+    assert links.startswith("measured elsewhere (aiconfigurator-core 0.0, NCCL 2.0")
 
 
 @pytest.mark.usefixtures("made_up")
@@ -202,11 +203,11 @@ def test_tables_of_another_distribution_are_called_by_its_name(monkeypatch: pyte
             raise reading.metadata.PackageNotFoundError(name)
         return "0.13.0"
 
-    reading.package_words.cache_clear()
+    reading.package_version.cache_clear()
     monkeypatch.setattr(reading.metadata, "version", version)
     monkeypatch.setattr(reading.metadata, "packages_distributions", lambda: {"aiconfigurator_core": ["others"]})
-    assert reading.package_words() == "others 0.13.0"
-    reading.package_words.cache_clear()
+    assert reading.package_version() == ("others", "0.13.0")
+    reading.package_version.cache_clear()
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,23 +264,29 @@ def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.Ca
     assert main(["route", str(config), "--out", str(tmp_path / "routed")]) == 0
 
 
+_ROWS = {"package": "x", "package_version": "1", "system": "s", "framework": "f", "version": "2", "file": "p"}
+EXPERTS = {"expert_rows": ExpertFacts.model_construct(measured_by=Rows(**_ROWS))}
+NCCL = {"links": Links.named("h100-nvlink4").facts().model_copy(update={"measured_by": Rows(**_ROWS)})}
+
+
 @pytest.mark.parametrize(
     ("device", "links", "expected"),
     [
-        ("experts measured elsewhere (x): rows", "modelled by links/y", ["measured elsewhere", "modelled", "modelled"]),
-        ("modelled by devices/x", "measured elsewhere (x): y", ["modelled", "measured elsewhere", "modelled"]),
+        (EXPERTS, {}, ["measured elsewhere", "modelled", "modelled"]),
+        ({}, NCCL, ["modelled", "measured elsewhere", "modelled"]),
         # Figures of a roofline may be fitted to tables; what they give is modelled all the same.
-        ("modelled by devices/x: up to 74% (measured elsewhere)", "modelled by links/y", ["modelled"] * 3),
-        (None, "measured elsewhere (x): y", ["measured", "measured elsewhere", "measured"]),
+        ({}, {}, ["modelled"] * 3),
+        ({"device": None}, NCCL, ["measured", "measured elsewhere", "measured"]),
     ],
 )
 def test_parts_that_were_measured_elsewhere_are_told_from_those_that_are_modelled(
-    device: str | None, links: str, expected: list[str]
+    device: dict[str, Any], links: dict[str, Any], expected: list[str]
 ) -> None:
-    facts, run = TimedFacts.model_construct(device=device, links=links), SimpleNamespace(mode="emulated")
-    assert [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")] == expected
+    modelled = {"device": Device.named("b200-sxm").facts, "links": Links.named("h100-nvlink4").facts()}
+    facts, run = TimedFacts.model_construct(**{**modelled, **device, **links}), SimpleNamespace(mode="emulated")
+    assert [facts.phase_origin("emulated", group) for group in ("experts", "comm", "gate")] == expected
     words = "partly measured elsewhere" if "measured elsewhere" in expected else "modelled"
-    assert origin_of(run, facts) == (words if device else "emulated")
+    assert origin_of(run, facts) == ("emulated" if facts.device is None else words)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

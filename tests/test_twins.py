@@ -19,11 +19,11 @@ from test_route import write_config
 from torch import Tensor
 
 from moe_ep_bench import kernels
-from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import kernels_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
+from moe_ep_bench.facts.words import component_words
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.parts import Parts

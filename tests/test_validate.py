@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run, write_whole
+from results_builder import FakeCase, FakeComparison, modelled_facts, standard_cases, write_run, write_whole
 from test_run import environment, routing_of, write_config
 
 from moe_ep_bench.analysis.store import ResultsError
@@ -83,7 +83,7 @@ def built(
         fields = {"cases": cases(), "noise": 0.001, "num_iterations": 2, "comparison_id": what[0], **(changes or {})}
         environment = {"threads_per_rank": count}
         write_run(root / what, [FakeComparison(**fields)], mode, seed=len(what), environment=environment)
-    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
+    ValidationDirectory(root).write_pairs([("r", "e")], {"links": modelled_facts()["links"]})
     return root
 
 
@@ -93,7 +93,7 @@ def built_models(root: Path, **of_drop: Any) -> Path:
         first, *others = standard_cases()
         own = [dataclasses.replace(first, **(of_drop if what == "emulated" else {})), *others]
         write_whole(root / what, own, mode=mode, seed=seed, comparison_id=what[0], num_iterations=3)
-    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
+    ValidationDirectory(root).write_pairs([("r", "e")], {"links": modelled_facts()["links"]})
     return root
 
 
@@ -149,7 +149,7 @@ def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
     assert re.search(r"1\.50\d +1\.3[45]\d +0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
     assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
     assert "comparison" not in text.splitlines()[2], "there is one"
-    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks", 0.15)
+    ValidationDirectory(root).write_pairs([("r", "e")], {"links": modelled_facts()["links"]}, 0.15)
     assert verdicts(load_validation(root)) == [None, None, "equivalent", "equivalent"]
     assert verdict_line(load_validation(root)).startswith("2 of 2 speedups are equivalent within 15 %")
 

@@ -37,14 +37,14 @@ from moe_ep_bench.analysis.notes import (
     MOST_DROPPED,
     OVERSUBSCRIBED,
     chance_words,
-    skew_words,
+    layers_words,
     warnings,
 )
-from moe_ep_bench.analysis.origins import NOTHING_RAN, modelled_line, said_once
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import OVERLAP_WORDS
+from moe_ep_bench.facts import NOT_EXECUTED
+from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, modelled_line, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
@@ -83,7 +83,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     # What does not tell dropped from rerouted pairs is held to the bound by both.
     is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + _ROUNDING
     is_out |= rows["retained_mass"] < bounds.min_retained - _ROUNDING
-    several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOTHING_RAN))
+    several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOT_EXECUTED))
     rows = rows.assign(
         standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
         least=speedup_CD.min(axis=1).where(several),
@@ -182,7 +182,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
     if native["status"] != "ok":
         words = "Inconclusive: the baseline was not measured, so there are no speedups"
     elif fit is not None and not Fit(**fit).holds():
-        words = f"None: the model {Fit(**fit).words}"
+        words = f"None: the model {fit_words(Fit(**fit))}"
     elif about["oversubscribed"]:
         words = f"Inconclusive: {OVERSUBSCRIBED}"
     elif len(rows) and not rows["speedup_is_interval"].eq(True).any():
@@ -241,7 +241,7 @@ def _for(about: pd.DataFrame, bounds: Bounds) -> str:
     """For what the answer holds: model, sizes, traffic, device and links, and the bounds; one line."""
     swept = set().union(*map(json.loads, about["point"]))
     titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
-    parts = [said_once(titles), *(said_once(about[name]) for name in ("ran_on", "links_words"))]
+    parts = [said_once(titles), *(said_once(about[name]) for name in ("ran_on_short", "links_short"))]
     lost = 100 * (1 - bounds.min_retained)
     limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
@@ -288,7 +288,7 @@ def _notes(
     workloads = [facts["workload"] for facts in about["facts"]]
     if any(map(_is_assumed, workloads)):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
-    yield from dict.fromkeys(filter(None, (skew_words(one.facts) for one in store.comparisons)))
+    yield from dict.fromkeys(filter(None, (layers_words(one.facts) for one in store.comparisons)))
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:
         yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
@@ -297,5 +297,5 @@ def _notes(
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
     if _costs_answers(picks).any():
         yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
-    yield from [MODEL_CAVEAT] if about["origin"].isin(NOTHING_RAN).any() else []
+    yield from [MODEL_CAVEAT] if about["origin"].isin(NOT_EXECUTED).any() else []
     yield from warnings(store)

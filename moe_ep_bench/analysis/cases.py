@@ -24,7 +24,6 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from moe_ep_bench.analysis.columns import COSTS
-from moe_ep_bench.analysis.origins import NOTHING_RAN, device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
     GROUPS,
     KEY,
@@ -42,7 +41,17 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.store import ITERATION, Comparison, Directory, ResultsError, Store, load
-from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
+from moe_ep_bench.facts import NOT_EXECUTED, ComparisonFacts, RoutedFacts, TimedFacts, origin_of
+from moe_ep_bench.facts.words import (
+    describe_links,
+    device_name,
+    how_words,
+    links_name,
+    modelled_links,
+    ran_on_words,
+    tokens_words,
+    workload_words,
+)
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
     LEAST_MODELLED,
@@ -149,7 +158,7 @@ def differs_from_topk(rows: pd.DataFrame) -> pd.Series:
     floor, by more than the model can tell.
     """
     ratio = rows["speedup_median"].mask(rows["role"] == "baseline", 1.0) / rows["over_topk_median"]
-    floor = np.log(rows["floor_high"].mask(rows["origin"].isin(NOTHING_RAN)))
+    floor = np.log(rows["floor_high"].mask(rows["origin"].isin(NOT_EXECUTED)))
     return np.log(ratio).abs() > floor.fillna(np.log1p(LEAST_MODELLED))
 
 
@@ -353,7 +362,8 @@ def comparisons(store: Store) -> pd.DataFrame:
     Columns: ``COMPARISON``; ``_FACTS``, as in ``facts``; ``ep_size``, which is ``num_ranks``; ``num_draws``, seeds of
     its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``);
     ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
-    with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's
+    with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers, ``ran_on_short``
+    and ``links_short`` without figures; ``facts``, the comparison's
     object in run.json.
     """
     rows = _comparisons(store)
@@ -389,7 +399,8 @@ def point_words(point: Mapping[str, Any]) -> str:
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
     facts, run = one.facts, one.run
     is_timed = isinstance(facts, TimedFacts)
-    links, device = (getattr(facts, name, None) for name in ("links", "device"))
+    device = is_timed and facts.device and device_name(facts.device, facts.expert_rows)
+    of_links = (facts.links, facts.exchange) if is_timed and facts.links else None
     return {
         **values_of("", one, COMPARISON),
         **values_of("", facts, _FACTS),
@@ -402,12 +413,14 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         "origin": origin_of(run, facts),
         "workload": facts.workload.kind,
         "peak_load": facts.workload.targets.get("peak_load"),
-        "device": file_of(device) or (run.environment.device_name if is_timed else None),
-        "links": file_of(links),
+        "device": device or (run.environment.device_name if is_timed else None),
+        "links": of_links and links_name(*of_links),
         "point": json.dumps(facts.point if is_timed else {}, sort_keys=True),
         "how": how_words(run, facts),
-        "ran_on": device_words(run, facts),
-        "links_words": links,
+        "ran_on": ran_on_words(run, facts),
+        "ran_on_short": ran_on_words(run, facts, in_short=True),
+        "links_words": of_links and describe_links(*of_links),
+        "links_short": of_links and modelled_links(*of_links),
         "workload_words": _workload_words(facts, layers),
         "facts": facts.model_dump(mode="json"),
     }

@@ -37,8 +37,8 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
-from moe_ep_bench.analysis.origins import NOTHING_RAN
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
+from moe_ep_bench.facts import NOT_EXECUTED
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
@@ -180,7 +180,7 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
         return found
     floor = None if row["floor"] is None else NoiseFloor(1 / row["floor"], row["floor"])
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
-    verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOTHING_RAN, is_oversubscribed=is_shared)
+    verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOT_EXECUTED, is_oversubscribed=is_shared)
     reasons = {
         "nothing to divide: no common batch, no native, or a time of 0": ratio is None,
         f"fewer than {MIN_BATCHES} batches give no interval": not found["change_is_interval"],

@@ -21,12 +21,13 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timing
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
-from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.config.conditions import columns_of, holds, matching
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
+from moe_ep_bench.facts import ORIGINS
+from moe_ep_bench.facts.words import said_once, scale_words
 from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
@@ -190,7 +191,7 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], of: str) -> list[str]:
     scale = first["scale"].astype(object).map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
     dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
-    about = (first["how"], first["ran_on"], first["links_words"], first["model"] + scale + dtype, weights)
+    about = (first["how"], first["ran_on_short"], first["links_short"], first["model"] + scale + dtype, weights)
     said = [said_once(words) for words in (*about, first["workload_words"])]
     warnings = [OVERSUBSCRIBED] if of != "routing" and first["oversubscribed"].eq(True).any() else []
     if of == "phases":
@@ -209,7 +210,7 @@ _PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
 # Columns that are of the figures alone, or too long for an axis: nobody can ask for one.
 _HIDDEN = {
     *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
-    *("ran_on", "links_words", "workload_words", "curve_load", "curve_kept"),
+    *("ran_on", "ran_on_short", "links_words", "links_short", "workload_words", "curve_load", "curve_kept"),
 }
 # Columns that drawing adds: no parameter of a policy and no swept key takes their places.
 _ADDED = {"line", "name", "legend", "heading", "variant", "note", "bar", "quantity"}

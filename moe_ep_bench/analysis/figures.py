@@ -18,7 +18,6 @@ from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
-from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
@@ -68,9 +67,9 @@ def _stacked(store: Store, rows: pd.DataFrame, columns: Mapping[str, str]) -> pd
     parts = rows.drop(columns=list(columns)).join(parts.dropna(subset="time_ms"), how="inner")
     parts["begin_ms"] = parts["time_ms"].groupby(level=0).cumsum() - parts["time_ms"]
     parts = parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
-    of = {(one.directory, one.comparison_id): (one.run, one.facts) for one in store.comparisons}
     keys = parts[[*COMPARISON, "phases"]].itertuples(index=False, name=None)
-    return parts.assign(part_origin=[phase_origin(*of[directory, name], part) for directory, name, part in keys])
+    named = [(store.by_id[directory, name], part) for directory, name, part in keys]
+    return parts.assign(part_origin=[one.facts.phase_origin(one.run.mode, part) for one, part in named])
 
 
 def _cost_words(rows: pd.DataFrame) -> pd.Series:
@@ -338,7 +337,7 @@ QUALITY_FIGURES = {
 # ---- papers' numbers beside ours -------------------------------------------------------------------------------------
 
 _OF_COMPARISON = [
-    *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on", "links_words", "workload"),
+    *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on_short", "links_short", "workload"),
     *("oversubscribed", "facts"),
 ]
 _VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]

@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
-from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
     BALANCED_LINE,
     INK,
@@ -34,6 +33,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
 )
 from moe_ep_bench.config.conditions import holds, matching
+from moe_ep_bench.facts import ORIGINS
 
 Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
 

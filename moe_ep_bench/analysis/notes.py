@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
-from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import ComparisonFacts, Conditions, TimedFacts
+from moe_ep_bench.facts.words import component_words, fit_words, skew_words
 from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -111,7 +111,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     return [
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", _by_chance(one, ok)),
-        ("{}", skew_words(facts)),
+        ("{}", layers_words(facts)),
         (
             "busy experts stand on ranks at random, in one draw here: others gain otherwise (sweep workload.seed)",
             _is_one_draw(one, rows),
@@ -125,10 +125,10 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     ]
 
 
-def skew_words(facts: ComparisonFacts) -> str:
+def layers_words(facts: ComparisonFacts) -> str:
     """How far the layers differ that a named skew stands for; empty where that is not known."""
     skew = facts.workload.skew
-    return skew.layers.words if skew is not None and skew.layers is not None else ""
+    return skew_words(skew.layers) if skew is not None and skew.layers is not None else ""
 
 
 def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:
@@ -254,7 +254,7 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             len(native) > 0 and rows["floor_low"].isna().all(),
         ),
         (OVERSUBSCRIBED, facts.oversubscribed),
-        ("{}", facts.fit and facts.fit.words),
+        ("{}", facts.fit and fit_words(facts.fit)),
     ]
 
 
@@ -313,6 +313,12 @@ def _weak_scores(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[
             looking and tail and (tail, looking),
         ),
     ]
+
+
+def is_same_model(named: str, model: str) -> bool:
+    """Whether a file's name for a model means this one: case, signs and the hub's owner aside, one holds the other."""
+    of_file, own = ("".join(filter(str.isalnum, name.rpartition("/")[2].lower())) for name in (named, model))
+    return of_file in own or own in of_file
 
 
 def _weak_phases(one: Comparison, rows: pd.DataFrame) -> list[Note]:

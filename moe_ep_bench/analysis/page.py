@@ -25,11 +25,11 @@ from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, l
 from moe_ep_bench.analysis.columns import COLUMNS, SAME_KERNELS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.notes import WARNING, warnings
-from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
+from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import check_folder, dump_yaml, write_text
 
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
@@ -105,7 +105,7 @@ def _line(store: Store) -> str:
     if (facts["mode"] == "route").all():
         return "Routing only (nothing was timed): loads are no times, and no speed is claimed."
     links = said_once(facts["links"])
-    words = f"{said_once(facts['how'])}: {said_once(facts['ran_on'])}{links and f', links {links}'}"
+    words = f"{said_once(facts['how'])}: {said_once(facts['ran_on_short'])}{links and f', links {links}'}"
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
     return f"{words[:1].upper()}{words[1:]}; {count_words(cases(store))}{'; weights are random' if random else ''}."
 

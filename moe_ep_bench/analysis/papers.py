@@ -28,10 +28,10 @@ from moe_ep_bench.analysis.columns import (
     render,
     text,
 )
-from moe_ep_bench.analysis.notes import skew_words
-from moe_ep_bench.analysis.origins import said_once
+from moe_ep_bench.analysis.notes import layers_words
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
+from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.papers.claims import CLAIMED, SHARES, claims_path
 from moe_ep_bench.schema import ALL, MOE
@@ -151,8 +151,8 @@ def _row(claim: _Row, case: Row, against: Row | None, topk: Row | None, times: T
         "over_topk": over_topk and over_topk[0],
         **{name: value and case[name] for name in LOST},
         "mode": case["how"],
-        "device": case["facts"].get("device") or case["device"],
-        "links": case["links_words"],
+        "device": case["device"],
+        "links": case["links"],
         "unmeasured": None if value else _why_not(case, against),
     }
 
@@ -280,9 +280,10 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
     if not rows["primary"].all():
         notes.append(f"{_NOT_CHOSEN.strip()}: the config's first traffic, for none was chosen beforehand")
     about = (one.facts for one in claims.store.comparisons if one.comparison_id in set(rows["comparison_id"]))
-    notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := skew_words(facts)))
+    notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := layers_words(facts)))
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
-    how = "; ".join(filter(None, (said_once(claims.measured[name]) for name in ("mode", "device", "links"))))
+    used = {name: said_once(claims.measured[name]) for name in ("device", "links")}
+    how = "; ".join([said_once(claims.measured["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
     return Table(rows, columns, f"Papers' numbers beside {ours}: {how}", notes)
 
 

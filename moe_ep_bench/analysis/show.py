@@ -13,10 +13,10 @@ from moe_ep_bench import papers
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import PROGRAMS, Table, render, terminal_width, text, wrapped
 from moe_ep_bench.analysis.notes import warnings
-from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, check_known
+from moe_ep_bench.facts.words import modelled_line
 from moe_ep_bench.files import check_folder, write_text
 
 FORMATS = ("text", "md", "latex", "csv", "json", "html")

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.transforms import ScaledTranslation
 
-from moe_ep_bench.analysis.origins import ORIGINS
+from moe_ep_bench.facts import ORIGINS
 from moe_ep_bench.files import atomic_path
 
 # What a file of each format would otherwise say of its making; the date changes, the rest is noise.

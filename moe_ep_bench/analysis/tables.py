@@ -14,10 +14,10 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, differs_from_topk, kind_of, ranks
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
-from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
+from moe_ep_bench.facts.words import scale_words
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28

@@ -29,6 +29,7 @@ from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.store import Store, jobs, read_document
 from moe_ep_bench.facts import Pairs
+from moe_ep_bench.facts.words import describe_links
 from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.schema import ALL, MOE
@@ -85,7 +86,7 @@ def load_validation(directory: Path) -> Validation:
     rows = rows.drop(columns=["loads_real", "loads_emulated"]).join(ends)
     ran = about.loc[[first for first, _ in pairs]]
     notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
-    notes += [f"links: {told.links}"]
+    notes += [f"links: {describe_links(told.links, told.exchange)}"]
     notes += [f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words]
     return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, told.margin)
 

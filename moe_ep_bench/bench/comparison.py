@@ -39,7 +39,8 @@ from moe_ep_bench.config import (
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.facts import CaseFacts, Role, tokens_words
+from moe_ep_bench.facts import CaseFacts, Role
+from moe_ep_bench.facts.words import tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.parts import Parts

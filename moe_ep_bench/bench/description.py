@@ -21,15 +21,14 @@ from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import (
     Component,
-    ExchangeFacts,
     JsonRecord,
     ModelExtent,
     Rest,
     RoutedFacts,
     TimedFacts,
-    tokens_words,
 )
 from moe_ep_bench.facts import Workload as WorkloadFacts
+from moe_ep_bench.facts.words import describe_device, tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
@@ -127,20 +126,15 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
     if comparison.scope == "model":
         facts["whole"] = ModelExtent(num_layers=comparison.num_layers, of_layers=model.num_layers)
     if comparison.links is not None:
-        facts |= {"links": comparison.links.describe(), "fit": fit_of(comparison)}
-        if (exchange := comparison.links.exchange) is not None:
-            sms = sorted({*exchange.dispatch_sms, *exchange.combine_sms})
-            own = exchange.model_dump(include=set(ExchangeFacts.model_fields) - {"sms"})
-            facts["exchange"] = {**own, "sms": sms[:1] + sms[-1:]}
         facts |= {
+            **links_facts(comparison),
+            "fit": fit_of(comparison),
             "copies": experiment.emulate.copies,
             "overlap": comparison.overlap,
             "dispatch_dtype": experiment.layer.dispatch_dtype,
         }
     if comparison.backend == MODELLED:
-        facts["device"] = device_words(comparison)
-        if comparison.device is not None and (experts := comparison.device.experts) is not None:
-            facts["expert_rows"] = experts.model_dump(include={"name", "measured_by"})
+        facts |= device_facts(comparison)
         if comparison.scope == "layer":
             with contextlib.suppress(UserError):  # Not every model states the rest of itself.
                 facts["rest"] = rest_of(comparison)
@@ -202,10 +196,26 @@ def workload_facts(comparison: Comparison) -> WorkloadFacts:
     return WorkloadFacts(**{**facts, "description": source + facts["description"]})
 
 
-def device_words(comparison: Comparison) -> str:
-    """What stands for each rank, where that is modelled."""
-    assert comparison.device is not None
-    return comparison.device.describe(whole=comparison.scope == "model", num_tokens=comparison.num_tokens)
+def links_facts(comparison: Comparison) -> dict[str, Any]:
+    """The model of what moves between virtual ranks, by field of ``TimedFacts``."""
+    links = comparison.links
+    assert links is not None
+    scale = comparison.experiment.emulate.bandwidth_scale
+    return {"links": links.facts(scale), "exchange": links.exchange and links.exchange.facts}
+
+
+def device_facts(comparison: Comparison) -> dict[str, Any]:
+    """The model of what stands for each rank, by field of ``TimedFacts``."""
+    device = comparison.device
+    assert device is not None
+    return {"device": device.facts, "expert_rows": device.experts and device.experts.facts}
+
+
+def device_sentence(comparison: Comparison) -> str:
+    """The same for a dry run."""
+    described = device_facts(comparison)
+    whole = comparison.scope == "model"
+    return describe_device(*described.values(), whole=whole, num_tokens=comparison.num_tokens)
 
 
 def rest_of(comparison: Comparison) -> Rest:

@@ -20,12 +20,13 @@ import numpy as np
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
+from moe_ep_bench.bench.description import device_sentence, fit_of, held_here, workload_facts
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
+from moe_ep_bench.facts.words import fit_words
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import source_hash
@@ -261,7 +262,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
         yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
     if backend == MODELLED:
         fit = fit_of(comparison)
-        yield "; ".join([*([fit.words] if fit and fit.words else []), f"{device_words(comparison)}: nothing is run"])
+        yield "; ".join([*filter(None, [fit and fit_words(fit)]), f"{device_sentence(comparison)}: nothing is run"])
     elif backend != ROUTING:
         sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]

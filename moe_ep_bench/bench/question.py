@@ -25,6 +25,7 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.facts.words import fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.workload.targets import uncounted_words
@@ -155,7 +156,7 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
     comparisons = plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)
     fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
     if all(not fit.holds() for fit in fits):
-        raise UserError(f"layer.ep_size: {fits[0].words}")
+        raise UserError(f"layer.ep_size: {fit_words(fits[0])}")
     text = dump_yaml({**raw, **({"sweep": sweep} if sweep else {})})
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     return Question(text, comparisons, (*notes, *left_out), options.out or Path("results", name))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moe_ep_bench.bench.checks import refuse
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL
+from moe_ep_bench.bench.description import links_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import MEASURED
@@ -75,7 +76,7 @@ def validate(
         worst = max(worst, status)
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     assert emulated[0].links is not None
-    files.write_pairs(pairs, emulated[0].links.describe(), margin)
+    files.write_pairs(pairs, links_facts(emulated[0]), margin)
     return worst
 
 

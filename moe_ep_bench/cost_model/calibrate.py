@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import OK, UserError
+from moe_ep_bench.facts.words import describe_links
 from moe_ep_bench.files import atomic_path, dump_yaml, make_folder, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
@@ -159,7 +160,7 @@ def _write(ranks: Ranks, out: Path, link: Link) -> None:
     text = dump_yaml(fields, default_flow_style=None, width=100)
     with writing_to(out, "--out"), atomic_path(out) as temporary:
         temporary.write_text(f"# Written by moe-ep-bench calibrate.\n{text}")
-    print(f"{links.describe()}\nwritten to {out}", flush=True)
+    print(f"{describe_links(links.facts())}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

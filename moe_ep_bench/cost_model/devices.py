@@ -25,8 +25,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.expert_table import ExpertTable
-from moe_ep_bench.cost_model.links import Basis
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts import Basis, DeviceFacts
 from moe_ep_bench.presets import Preset
 
 
@@ -276,36 +276,11 @@ class Device(Preset):
         """Microseconds of core attention: max(flops / (arithmetic x share), bytes / (bandwidth x efficiency))."""
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
 
-    def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
-        """Which model made a number, of a layer or of a ``whole`` model: to stand beside it.
-
-        ``num_tokens`` of all ranks tell of a table whether it holds so many.
-        """
-        attention = ""
-        if whole:
-            attention = (
-                f"; core attention at {self.attention_efficiency:.0%} of the arithmetic ({self.attention_basis});"
-                " launches not counted"
-            )
-        gate = f" gate at {self.gate_tflops:g} TFLOP/s ({self.gate_basis});" if self.gate_tflops else ""
-        speeds = ", ".join(f"{dtype} {speed:g}" for dtype, speed in self.speeds.items())
-        speeds = f" GEMMs of {speeds} times as fast ({self.speeds_basis});" if speeds else ""
-        experts = " Transformer Engine's passes between GEMMs (modelled);" if self.experts_as == "te" else ""
-        source = "modelled by"
-        if self.experts is not None:
-            source = f"{self.experts.describe(num_tokens)}; the rest modelled by"
-        return (
-            f"{source} devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
-            f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
-            f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
-            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{speeds}{experts}{gate}"
-            f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
-            f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
-            f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer,"
-            f" as on an H200; {self.permute} permutation at"
-            f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
-            f"{attention}"
-        )
+    @property
+    def facts(self) -> DeviceFacts:
+        """What ``run.json`` says of the device: its figures with their evidence, without curves."""
+        own = self.model_dump(include=set(DeviceFacts.model_fields))
+        return DeviceFacts(**own, most_efficiency=self.most_efficiency, slow_policies=list(SLOW_POLICIES))
 
 
 def ffn_work(

@@ -33,12 +33,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts import ExchangeFacts, MeasuredBy
 from moe_ep_bench.presets import MOST, Strict
 
 Copies = Literal["rank", "node", "pair"]
 # Binomial coefficients of more experts would take minutes.
 _MOST_EXPERTS = 2**16
-_OF: dict[Copies, str] = {"rank": "rank", "node": "other node", "pair": "expert"}
 
 
 class Exchange(Strict):
@@ -46,7 +46,7 @@ class Exchange(Strict):
 
     name: str
     """As users name it (``tables``)."""
-    measured_by: str
+    measured_by: MeasuredBy
     """What was measured and by whom."""
     copies: Copies
     """What a token has a copy for."""
@@ -85,20 +85,11 @@ class Exchange(Strict):
         return self
 
     @property
-    def words(self) -> str:
-        """Which rows they are, and what becomes of them: to stand beside a number."""
-        known = sorted({*self.dispatch_sms, *self.combine_sms})
-        sms = f", {known[0]} to {known[-1]} SMs" if len(known) > 1 else f", {known[0]} SMs" if known else ""
-        sent = f", sent as {self.sent_as}" if self.sent_as else ""
-        scales = {"dispatch": self.dispatch_scale, "combine": self.combine_scale}
-        scaled = "".join(
-            f"; {phase} x {scale:.3g} by bytes (modelled)" for phase, scale in scales.items() if scale != 1
-        )
-        return (
-            f"dispatch and combine of {self.name}, {self.num_nodes} node{'s' * (self.num_nodes > 1)}, hidden size"
-            f" {self.hidden_size}, top-{self.top_k} of {self.num_experts}{sent}{sms}; scaled by the fullest rank's"
-            f" copies of tokens, one for each {_OF[self.copies]} (modelled){scaled}"
-        )
+    def facts(self) -> ExchangeFacts:
+        """What ``run.json`` says of the rows, without their times."""
+        sms = sorted({*self.dispatch_sms, *self.combine_sms})
+        own = self.model_dump(include=set(ExchangeFacts.model_fields) - {"sms"})
+        return ExchangeFacts(**own, sms=sms[:1] + sms[-1:] if len(sms) > 1 else sms)
 
     @property
     def copies_per_token(self) -> float:

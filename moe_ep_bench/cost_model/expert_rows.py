@@ -37,9 +37,10 @@ from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.expert_kernels import kernel_tables
-from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_words, tables_of_shape
+from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, tables_of_shape
 from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, is_open, root
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.facts.words import shape_words
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate
 
@@ -109,7 +110,7 @@ def load_device_of_layer(
         table = find_table(read_moe(tables, dtype=dtype, tp_size=model.tensor_parallel), model, ep_size, tables.backend)
     sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
     expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (device.reached_tbps * 1e6)
-    named = {"name": tables.name, "measured_by": f"{tables.words}, {dtype}", "expert_us": expert_us}
+    named = {"name": tables.name, "measured_by": tables.facts, "dtype": dtype, "expert_us": expert_us}
     return device.model_copy(update={"experts": table.model_copy(update=named)})
 
 

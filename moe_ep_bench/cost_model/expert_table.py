@@ -17,7 +17,6 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.cost_model.curve import Curve
-from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE
+from moe_ep_bench.facts import ExpertFacts, MeasuredBy
 from moe_ep_bench.presets import Strict
 
 if TYPE_CHECKING:  # It imports slowly.
@@ -56,20 +55,21 @@ class ExpertTable(Strict):
     """Pairs of each of the rank's slots in each of the curve's rows, where these are not balanced."""
     name: str = ""
     """As users name it (``tables``)."""
-    measured_by: str = ""
+    measured_by: MeasuredBy = ""
     """What was measured and by whom."""
+    dtype: str = ""
+    """Of weights and activations, as the rows have it."""
 
     @property
     def num_local(self) -> int:
         return (self.num_slots or self.num_experts) // self.ep_size
 
-    def describe(self, num_tokens: int | None = None) -> str:
-        """Whose rows these are, and whether ``num_tokens`` of all ranks are beyond them."""
+    @property
+    def facts(self) -> ExpertFacts:
+        """What ``run.json`` says of the rows, without their times."""
+        own = self.model_dump(include={"name", "measured_by", "dtype", "ep_size", *SHAPE})
         (first, _), (last, _) = self.curve.root[0], self.curve.root[-1]
-        beyond = f", extrapolated to {num_tokens:,}" if num_tokens and num_tokens > last else ""
-        shape = shape_words([getattr(self, key) for key in SHAPE])
-        rows = f"{len(self.curve.root)} rows of {first:,.0f} to {last:,.0f} tokens{beyond}"
-        return f"experts {MEASURED_ELSEWHERE} ({self.measured_by}): {shape}, EP {self.ep_size}: {rows}"
+        return ExpertFacts(**own, num_rows=len(self.curve.root), fewest_tokens=first, most_tokens=last)
 
     def loads(self, num_tokens: int) -> NDArray[np.int64]:
         """Of the rank's experts in the row of so many tokens, or the nearest one's in proportion, int64 [L]."""
@@ -133,11 +133,6 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
         experts = ((tokens + number * stride) % num_experts).astype(np.int64)
         loads += np.bincount(experts, minlength=num_experts)
     return loads[:num_local]
-
-
-def shape_words(shape: Sequence[int]) -> str:
-    """Words for a ``SHAPE``."""
-    return "{} x {}, {} experts, top-{}".format(*shape)
 
 
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:

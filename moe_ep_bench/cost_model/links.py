@@ -23,13 +23,8 @@ from pydantic import Field, PositiveFloat, model_validator
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.exchanges import Exchange
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts import Basis, LinkFacts, LinksFacts, MeasuredBy
 from moe_ep_bench.presets import Preset, Strict
-
-MEASURED_ELSEWHERE = "measured elsewhere"
-Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
-"""Measured by ``calibrate`` or outside this program, in others' tables, published by others (the file says
-by whom), or assumed."""
-
 
 # By how much more a message takes than a larger one where that is chance.
 _NOISE = 0.1
@@ -94,13 +89,10 @@ class Link(Strict):
         curve = self.curve and Curve(tuple((num_bytes * factor, us) for num_bytes, us in self.curve.root))
         return self.model_copy(update={"bandwidth_gbps": self.bandwidth_gbps * factor, "curve": curve})
 
-    def describe(self) -> str:
-        curve = "" if self.curve is None else f", as a curve of {len(self.curve.root)} sizes"
-        return (
-            f"{self.latency_us:.4g} us ({self.latency_basis})"
-            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis})"
-            f"{', half duplex' if self.duplex == 'half' else ''}{curve}"
-        )
+    @property
+    def facts(self) -> LinkFacts:
+        """What ``run.json`` says of the link: figures with their evidence, without a curve's points."""
+        return LinkFacts(**self.model_dump(exclude={"curve"}), num_sizes=self.curve and len(self.curve.root))
 
 
 class Links(Preset):
@@ -121,7 +113,7 @@ class Links(Preset):
     """Likewise of an all-reduce, over bytes that a rank has to sum."""
     exchange: Exchange | None = None
     """Dispatch and combine as others measured them, in place of all-to-alls over ``intra`` and ``inter``."""
-    measured_by: str | None = None
+    measured_by: MeasuredBy | None = None
     """What was measured elsewhere and by whom, all of it; null = ``source`` says where each number is from."""
 
     @model_validator(mode="after")
@@ -137,28 +129,21 @@ class Links(Preset):
         return self
 
     def scaled(self, factor: float) -> Links:
-        """The same links with ``factor`` times the bandwidth; the name says so."""
+        """The same links with ``factor`` times the bandwidth."""
         if factor == 1:
             return self
         if self.exchange is not None:
             raise UserError(f"bandwidth_scale: expected 1 with an exchange that was measured, got {factor:g}")
         links = {key: getattr(self, key) for key in ("intra", "inter", "gather", "reduce")}
         faster = {key: link and link.scaled(factor) for key, link in links.items()}
-        return self.model_copy(update={**faster, "name": f"{self.name}, bandwidth x {factor:g}"})
+        return self.model_copy(update=faster)
 
-    def describe(self) -> str:
-        """Which model made a number: to stand beside it."""
-        if self.exchange is not None:
-            alone = self.model_copy(update={"exchange": None})
-            return (
-                f"{MEASURED_ELSEWHERE} ({self.exchange.measured_by}): {self.exchange.words}; others {alone.describe()}"
-            )
-        if self.measured_by is not None:
-            how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
-            return f"{MEASURED_ELSEWHERE} ({self.measured_by}): {how} direction; {self.name}"
-        sides = ((f"inside a node of {self.ranks_per_node}", self.intra), ("between nodes", self.inter))
-        parts = [f"{where} {link.describe()}" for where, link in sides if link is not None]
-        return f"modelled by links/{self.name}: {'; '.join(parts)}"
+    def facts(self, bandwidth_scale: float = 1.0) -> LinksFacts:
+        """What ``run.json`` says of links that were ``scaled``, without the curves that others measured."""
+        own = self.model_dump(include={"name", "ranks_per_node", "measured_by"})
+        sides = {side: link and link.facts for side, link in (("intra", self.intra), ("inter", self.inter))}
+        scaled = {"bandwidth_scale": bandwidth_scale, "is_built_in": self.name in self.names()}
+        return LinksFacts(**own, **sides, **scaled)
 
     def all_to_all_us(self, bytes_RR: ArrayLike) -> np.ndarray:
         """Microseconds that an all-to-all keeps each rank busy, float64 [R].

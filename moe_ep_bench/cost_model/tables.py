@@ -31,8 +31,9 @@ import numpy as np
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import SENT_BYTES
 from moe_ep_bench.cost_model.exchanges import Copies, Exchange
-from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Link, Links
+from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import UserError, brief, did_you_mean
+from moe_ep_bench.facts import MEASURED_ELSEWHERE, Rows
 from moe_ep_bench.models import ModelSpec
 
 if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of all that does.
@@ -76,7 +77,6 @@ _OTHER_LINKS = {
     "gb300": ("gb200-nvl72",),
 }
 _HOPPER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
-_FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ def root() -> Path:
 
 
 @cache
-def package_words() -> str:
+def package_version() -> tuple[str, str]:
     """The distribution that holds the tables, and its version: the package, or whichever has its module."""
     try:
-        return f"{PACKAGE} {metadata.version(PACKAGE)}"
+        return PACKAGE, metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
         name = metadata.packages_distributions()[PACKAGE.replace("-", "_")][0]
-        return f"{name} {metadata.version(name)}"
+        return name, metadata.version(name)
 
 
 def folders(folder: Path) -> list[str]:
@@ -224,10 +224,17 @@ class Tables(NamedTuple):
         return "/".join([self.system, self.kind, self.framework, self.version, file])
 
     @property
-    def words(self) -> str:
-        """What was measured and by whom: the package, the framework and the system (``h100_sxm`` as H100 SXM)."""
-        framework, system = _FRAMEWORKS.get(self.framework, self.framework), self.system.upper().replace("_", " ")
-        return f"{package_words()}, {framework} {self.version} on {system}"
+    def facts(self) -> Rows:
+        """The package, the framework, the system and the file, which say who measured."""
+        package, package_version_ = package_version()
+        return Rows(
+            package=package,
+            package_version=package_version_,
+            system=self.system,
+            framework=self.framework,
+            version=self.version,
+            file=self.file,
+        )
 
     def read(self, columns: Sequence[str], filters: Any = None) -> pd.DataFrame:
         """Some columns and rows of the file; ``filters`` as pyarrow takes them.
@@ -240,7 +247,7 @@ class Tables(NamedTuple):
 
         path = root() / "data" / self.file
         if not path.is_file():
-            raise UserError(f"{package_words()}, {self.file}: there is no such file")
+            raise UserError(f"{' '.join(package_version())}, {self.file}: there is no such file")
         try:
             return pq.read_table(path, columns=list(columns), filters=filters).to_pandas()
         except (pa.ArrowException, OSError, KeyError) as problem:
@@ -343,7 +350,7 @@ def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, sent: str, s
     num_nodes = int(best["num_nodes"].iloc[0])
     return Exchange(
         name=source,
-        measured_by=tables.words,
+        measured_by=tables.facts,
         copies="node" if copies == "rank" and num_nodes > 1 else copies,
         num_ranks=num_ranks,
         num_nodes=num_nodes,
@@ -412,7 +419,7 @@ def load_links(name: str, num_ranks: int | None = None) -> Links:
     tables = Tables.named(name, "comm")
     if tables.backend:
         raise UserError(f"{tables.name}: expected links of NCCL, whose times go by bytes; got an exchange")
-    rows, source = read_nccl(tables), f"{package_words()}, {tables.file}"
+    rows, source = read_nccl(tables), f"{' '.join(package_version())}, {tables.file}"
     most = int(rows["num_gpus"].max())
     gpus = rows.loc[rows["num_gpus"] >= min(num_ranks or most, most), "num_gpus"].min()
     measured = {
@@ -422,7 +429,7 @@ def load_links(name: str, num_ranks: int | None = None) -> Links:
     if missing := {"alltoall", "all_gather", "all_reduce"} - set(measured):
         raise UserError(f"{source}: no rows of {min(missing)}; take another version of nccl")
     links = {"intra": measured["alltoall"], "gather": measured["all_gather"], "reduce": measured["all_reduce"]}
-    named = {"name": tables.name, "source": source, "measured_by": tables.words}
+    named = {"name": tables.name, "source": source, "measured_by": tables.facts}
     return Links(**named, ranks_per_node=most, inter=None, **links)
 
 

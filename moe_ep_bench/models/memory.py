@@ -51,21 +51,6 @@ class Fit(BaseModel):
         """Whether a rank's device holds it all, and ``extra_bytes`` beside it."""
         return self.num_bytes + extra_bytes <= self.device_bytes
 
-    @property
-    def words(self) -> str:
-        """That it does not fit, by how much, and where it would; empty where it fits."""
-        if self.holds():
-            return ""
-        names = ("experts", "other weights", "cache", "rows of a layer")
-        sizes = (self.expert_bytes, self.other_weight_bytes, self.cache_bytes, self.row_bytes)
-        listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in zip(names, sizes, strict=True) if size >= 5e7)
-        size = self.fitting_ep_size
-        at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
-        return (
-            f"does not fit: {'' if self.is_whole else 'at least '}{self.num_bytes / 1e9:.3g} GB on each of "
-            f"{self.ep_size} ranks in {self.dtype} ({listed}), {self.device} has {self.device_bytes / 1e9:.3g} GB; {at}"
-        )
-
 
 class Served(NamedTuple):
     """A model as it is served, on any number of ranks.

@@ -1,7 +1,9 @@
-"""What run.json and the conditions beside it say, typed: stated here once for those who write and those who read.
+"""The facts that run.json and the conditions beside it hold: types for those who write them and those who read them.
 
 ``bench.description`` validates what it writes against these models, ``analysis.store`` what it reads. Keys that are not
-named here are kept as they stand. Shapes: R = expert-parallel ranks.
+named here are kept as they stand. No fact is a sentence: ``facts.words`` composes these, when they are printed.
+
+Shapes: R = expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +26,16 @@ from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import MODES
 
+MEASURED_ELSEWHERE = "measured elsewhere"
+Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
+"""Evidence for a figure: measured by ``calibrate`` or outside this program, measured elsewhere (a row of somebody's
+table), published by others (the file says by whom), or assumed."""
+PARTLY_ELSEWHERE = "partly measured elsewhere"
+# How the times of a comparison came about: the values of the column ``origin``.
+ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
+# Origins of times for which nothing ran on a device.
+NOT_EXECUTED = (PARTLY_ELSEWHERE, "modelled")
+
 # Earlier results call the balanced case a ceiling; drops can be faster than it.
 Role = Annotated[
     Literal["baseline", "noise", "balanced", "policy", "replication"],
@@ -32,18 +44,13 @@ Role = Annotated[
 Count = Annotated[int, Field(ge=1)]
 
 
-def tokens_words(num_tokens: int) -> str:
-    """``1 token``, ``4,096 tokens``."""
-    return f"{num_tokens:,} token{'' if num_tokens == 1 else 's'}"
-
-
 class JsonRecord(BaseModel):
     """An object of a JSON file: typed, finite, and free to say more."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
 
-# ---- a comparison ----------------------------------------------------------------------------------------------------
+# ---- traffic ---------------------------------------------------------------------------------------------------------
 
 
 class Source(JsonRecord):
@@ -60,14 +67,6 @@ class SkewLayers(JsonRecord):
 
     num_layers: Count
     relief: tuple[PositiveFloat, PositiveFloat, PositiveFloat]  # least, median and greatest
-
-    @property
-    def words(self) -> str:
-        least, median, greatest = self.relief
-        return (
-            f"one layer stands for {self.num_layers}, whose fullest ranks have {least:.2f} to {greatest:.2f} "
-            f"(median {median:.2f}) times what a cut at capacity factor 1 leaves of them"
-        )
 
 
 class SkewFacts(JsonRecord):
@@ -114,42 +113,113 @@ class Component(JsonRecord):
     why: str = ""
 
 
+# ---- devices and links that are not here -----------------------------------------------------------------------------
+
+
+class Rows(JsonRecord):
+    """A table of rows that others measured (``cost_model.tables``)."""
+
+    package: str
+    package_version: str
+    system: str
+    framework: str
+    version: str  # of the framework
+    file: str  # in the package
+
+
+# Who measured: a table, or a user's own words.
+MeasuredBy = Rows | str
+
+
 class ExchangeFacts(JsonRecord):
     """Rows of dispatch and combine that others measured (``cost_model.exchanges``)."""
 
     name: str
-    measured_by: str
+    measured_by: MeasuredBy
     copies: Literal["rank", "node", "pair"]  # what a token has a copy for
     num_nodes: Count
+    num_experts: Count  # of the rows
+    top_k: Count  # of the rows
     sms: list[int] = []  # fewest and most of the rows; none = not stated
-    hidden_size: Count | None = None  # of the rows
+    hidden_size: Count  # of the rows
     sent_as: str | None = None  # what tokens of the rows are dispatched as; None = as the framework has it
     dispatch_scale: PositiveFloat = 1.0  # bytes of a token that is sent over those of the row's
     combine_scale: PositiveFloat = 1.0  # likewise of what comes back
-
-    @property
-    def words(self) -> str:
-        of = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}[self.copies]
-        return f"{self.name.partition('/')[2]}, one copy per {of}"
 
 
 class ExpertFacts(JsonRecord):
     """Rows of experts that others measured (``cost_model.expert_rows``)."""
 
     name: str
-    measured_by: str
+    measured_by: MeasuredBy
+    dtype: str
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_experts: Count
+    top_k: Count
+    ep_size: Count
+    num_rows: Count
+    fewest_tokens: PositiveFloat  # of all ranks, in the first row and in the last
+    most_tokens: PositiveFloat
 
-    @property
-    def words(self) -> str:
-        return f"experts of {self.name.partition('/')[2]}"
+
+class LinkFacts(JsonRecord):
+    """One link of a rank (``cost_model.links.Link``)."""
+
+    latency_us: NonNegativeFloat
+    latency_basis: Basis
+    bandwidth_gbps: PositiveFloat
+    efficiency: PositiveFloat
+    efficiency_basis: Basis
+    duplex: Literal["full", "half"] = "full"
+    num_sizes: int | None = None  # that a curve was measured at; None = latency and bandwidth stand alone
 
 
-# How answers say what overlaps.
-OVERLAP_WORDS = {
-    "none": "no overlap",
-    "shared": "shared experts beside dispatch",
-    "two_batch": "two micro-batches that overlap",
-}
+class LinksFacts(JsonRecord):
+    """The model of what moves between ranks (``cost_model.links.Links``)."""
+
+    name: str
+    is_built_in: bool  # a file of this package, whose links are of GPUs
+    bandwidth_scale: PositiveFloat = 1.0
+    ranks_per_node: Count
+    intra: LinkFacts | None
+    inter: LinkFacts | None
+    measured_by: MeasuredBy | None = None  # of all collectives; None = the basis of each figure says more
+
+
+class DeviceFacts(JsonRecord):
+    """The model of a device that is not here (``cost_model.devices.Device``)."""
+
+    name: str
+    bf16_tflops: PositiveFloat
+    most_efficiency: PositiveFloat
+    arithmetic_basis: Basis
+    memory_tbps: PositiveFloat
+    memory_efficiency: PositiveFloat
+    memory_basis: Basis
+    memory_gb: PositiveFloat
+    overhead_us: NonNegativeFloat
+    overhead_basis: Basis
+    speeds: dict[str, PositiveFloat] = {}
+    speeds_basis: Basis | None = None
+    experts_as: Literal["grouped", "te"]
+    gate_tflops: PositiveFloat | None = None
+    gate_basis: Basis | None = None
+    routing_native_us: NonNegativeFloat
+    routing_native_ps: PositiveFloat
+    routing_native_basis: Basis
+    routing_policy_us: NonNegativeFloat
+    routing_policy_ps: PositiveFloat
+    routing_policy_basis: Basis
+    slow_policies: list[str] = []  # whose kernels take longer than Token Drop's
+    permute: Literal["unfused", "fused"]
+    permute_efficiency: PositiveFloat
+    permute_basis: Basis
+    attention_efficiency: PositiveFloat | None = None  # of prompts; None = not stated
+    attention_basis: Basis | None = None
+
+
+# ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
 class ModelExtent(JsonRecord):
@@ -210,13 +280,13 @@ class TimedFacts(ComparisonFacts):
     oversubscribed: bool  # more ranks than cores
     random_weights: bool
     departures: list[str]  # where the layer is simpler than the model
-    links: str | None = None  # the model of what moved between ranks, where nothing did
+    links: LinksFacts | None = None  # the model of what moved between ranks, where nothing did
     exchange: ExchangeFacts | None = None  # in place of all-to-alls
     copies: Literal["pair", "rank"] = "pair"  # what modelled links carry a token once for
     expert_rows: ExpertFacts | None = None  # in place of a roofline
     dispatch_dtype: str | None = None  # what rows are sent to experts as; None = not said
     overlap: Literal["none", "shared", "two_batch"] = "none"  # of an exchange and computation, where it is modelled
-    device: str | None = None  # the model of the device, where nothing was run
+    device: DeviceFacts | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
@@ -224,6 +294,26 @@ class TimedFacts(ComparisonFacts):
     whole: ModelExtent | None = None  # None = one layer was timed
     draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)
     layers: Count = 1  # of a recording, likewise
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether others measured the experts or the links of a device that is not here."""
+        return self.device is not None and (self.expert_rows is not None or self._links_are_elsewhere)
+
+    @property
+    def _links_are_elsewhere(self) -> bool:
+        return self.exchange is not None or (self.links is not None and self.links.measured_by is not None)
+
+    def phase_origin(self, mode: str, group: str) -> str:
+        """How a group of phases came about: measured, measured elsewhere or modelled.
+
+        For a device that is not here all is modelled but what a table holds; for emulated ranks, what moves between
+        them.
+        """
+        if (group == "comm" and self._links_are_elsewhere) or (group == "experts" and self.expert_rows is not None):
+            return MEASURED_ELSEWHERE
+        modelled = self.device is not None or (mode == "emulated" and group == "comm")
+        return "modelled" if modelled else "measured"
 
 
 class JudgedFacts(JsonRecord):
@@ -333,5 +423,16 @@ class Pairs(JsonRecord):
     """validation.json: which comparison of the real run is which of the emulated one, by id."""
 
     pairs: Annotated[list[tuple[str, str]], Field(min_length=1)]
-    links: str  # where the links are from, in words
+    links: LinksFacts  # of the emulated run
+    exchange: ExchangeFacts | None = None
     margin: Annotated[float, Field(ge=0, le=1)] = 0.03  # by how much speedups may differ and be equivalent
+
+
+# ---- origins ---------------------------------------------------------------------------------------------------------
+
+
+def origin_of(run: RunFacts, facts: ComparisonFacts) -> str:
+    """One of ``ORIGINS``; routed where there are no times."""
+    if isinstance(facts, TimedFacts) and facts.device is not None:
+        return PARTLY_ELSEWHERE if facts.is_elsewhere else "modelled"
+    return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]

@@ -1,0 +1,311 @@
+"""The sentences of results: how and on what a comparison's numbers came about, composed from its facts.
+
+Tables, figures, answers and the page print them. Nothing reads them: a decision is taken from ``facts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moe_ep_bench.facts import (
+    MEASURED_ELSEWHERE,
+    PARTLY_ELSEWHERE,
+    ComparisonFacts,
+    Component,
+    DeviceFacts,
+    ExchangeFacts,
+    ExpertFacts,
+    LinkFacts,
+    LinksFacts,
+    MeasuredBy,
+    RoutedFacts,
+    Rows,
+    RunFacts,
+    SkewLayers,
+    TimedFacts,
+)
+from moe_ep_bench.models.memory import Fit
+
+MODE_WORDS = {
+    "run": "measured",
+    "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
+    "route": "routing only (nothing was timed)",
+}
+MODELLED = "modelled (nothing was run)"
+ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
+_SHORT = {"bfloat16": "bf16", "float32": "fp32"}
+# What modelled links carry, by what a token has a copy for.
+_SENT = {
+    "pair": "NCCL all-to-all, one copy per (token, expert) pair",
+    "rank": "one copy per (token, rank) and (token, other node), modelled over links",
+}
+OVERLAP_WORDS = {
+    "none": "no overlap",
+    "shared": "shared experts beside dispatch",
+    "two_batch": "two micro-batches that overlap",
+}
+_FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
+# What a token has a copy for, in a line and in a sentence.
+_COPIES = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}
+_ONE_FOR_EACH = {"rank": "rank", "node": "other node", "pair": "expert"}
+
+
+def tokens_words(num_tokens: int) -> str:
+    """``1 token``, ``4,096 tokens``."""
+    return f"{num_tokens:,} token{'' if num_tokens == 1 else 's'}"
+
+
+# ---- what ran --------------------------------------------------------------------------------------------------------
+
+
+def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
+    """How the numbers came about."""
+    words = MODE_WORDS[run.mode]
+    if isinstance(facts, TimedFacts):
+        if facts.device is not None:
+            words = ELSEWHERE if facts.is_elsewhere else MODELLED
+        elif facts.backend == "gloo" and facts.links is not None and facts.links.is_built_in:
+            words += f", MIXED MACHINES: experts of this CPU ({scale_words(facts.scale)}) behind links of GPUs"
+    return f"whole models, {words}" if run.scope == "model" else words
+
+
+def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
+    """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
+    modelled = [one for one in facts if isinstance(one, TimedFacts) and one.links is not None]
+    sent = dict.fromkeys(_sent_words(one) for one in modelled)
+    what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
+    if any(one.is_elsewhere for one in modelled):
+        what = f"{what}, {PARTLY_ELSEWHERE}"
+    how = dict.fromkeys(_SENT[one.copies] if one.exchange is None else exchange_name(one.exchange) for one in modelled)
+    layers = dict.fromkeys(layer_words(one) for one in modelled if one.device is not None)
+    overlap = dict.fromkeys(OVERLAP_WORDS[one.overlap] for one in modelled)
+    parts = filter(None, map(" / ".join, (sent, how, layers, overlap)))
+    return f"{what}: {', '.join(parts)}." if sent else ""
+
+
+def _sent_words(facts: TimedFacts) -> str:
+    """The dtype, and what rows are dispatched as where that was asked for."""
+    words = _SHORT.get(facts.dtype, facts.dtype)
+    return f"{words}, dispatched as {facts.dispatch_dtype}" if facts.dispatch_dtype else words
+
+
+def layer_words(facts: TimedFacts) -> str:
+    """Which layer is modelled: whose experts, where these are no roofline, and how rows are permuted."""
+    experts = "Transformer Engine's experts, " if facts.experts.ran == "te" else ""
+    if facts.expert_rows is not None:
+        experts = f"experts of {facts.expert_rows.name.partition('/')[2]}, "
+    permuted = {"fused": "fused permutation", "none": "no permutation"}.get(facts.permute.ran, "unfused permutation")
+    return f"{experts}{permuted}"
+
+
+def ran_on_words(run: RunFacts, facts: ComparisonFacts, *, in_short: bool = False) -> str:
+    """The devices and how many ranks used them, without what carried the collectives; empty where nothing ran."""
+    if not isinstance(facts, TimedFacts):
+        return ""
+    environment = run.environment
+    if facts.device is not None:
+        described = modelled_device(facts.device, facts.expert_rows) if in_short else device_words(facts)
+        return f"{facts.world_size} ranks, {described}"
+    if facts.links is not None:
+        return f"{environment.device_name} in place of {facts.world_size} ranks"
+    words = (
+        f"{environment.device_name} x {facts.world_size} rank{'' if facts.world_size == 1 else 's'}, {facts.backend}"
+    )
+    if facts.backend != "nccl":
+        return words
+    words += f" {environment.nccl}" if environment.nccl else ""
+    return words + (f", driver {environment.driver}" if environment.driver else "")
+
+
+def said_once(values: Iterable[str | None]) -> str:
+    """What comparisons share is said once; of many the first and the last."""
+    different = list(dict.fromkeys(value for value in values if isinstance(value, str)))
+    if len(different) > 2:
+        different[1:-1] = [f"{len(different) - 2} more"]
+    return " / ".join(different)
+
+
+# ---- devices and links that are not here -----------------------------------------------------------------------------
+
+
+def measured_by_words(by: MeasuredBy) -> str:
+    """The package, the framework and the system (``h100_sxm`` as H100 SXM), or a user's own words."""
+    if not isinstance(by, Rows):
+        return by
+    framework, system = _FRAMEWORKS.get(by.framework, by.framework), by.system.upper().replace("_", " ")
+    return f"{by.package} {by.package_version}, {framework} {by.version} on {system}"
+
+
+def device_name(device: DeviceFacts, experts: ExpertFacts | None) -> str:
+    """A modelled device in a column of a table: its file, or whose experts it has."""
+    return device.name if experts is None else f"experts {_elsewhere(experts)}"
+
+
+def modelled_device(device: DeviceFacts, experts: ExpertFacts | None) -> str:
+    """The same in a line of its own."""
+    if experts is None:
+        return f"modelled by devices/{device.name}"
+    return f"{device_name(device, experts)}, the rest modelled"
+
+
+def device_words(facts: TimedFacts) -> str:
+    """Which model of a device, and which rows, made a number: to stand beside it."""
+    assert facts.device is not None
+    return describe_device(facts.device, facts.expert_rows, whole=facts.whole is not None, num_tokens=facts.num_tokens)
+
+
+def describe_device(
+    device: DeviceFacts, experts: ExpertFacts | None = None, *, whole: bool = False, num_tokens: int | None = None
+) -> str:
+    """The same of a layer, or of a ``whole`` model.
+
+    Args:
+        num_tokens: of all ranks; where they are beyond the rows of experts the words say so.
+    """
+    attention = ""
+    if whole and device.attention_efficiency is not None:
+        attention = (
+            f"; core attention at {device.attention_efficiency:.0%} of the arithmetic ({device.attention_basis});"
+            " launches not counted"
+        )
+    gate = f" gate at {device.gate_tflops:g} TFLOP/s ({device.gate_basis});" if device.gate_tflops else ""
+    speeds = ", ".join(f"{dtype} {speed:g}" for dtype, speed in device.speeds.items())
+    speeds = f" GEMMs of {speeds} times as fast ({device.speeds_basis});" if speeds else ""
+    passes = " Transformer Engine's passes between GEMMs (modelled);" if device.experts_as == "te" else ""
+    slow = f", {', '.join(device.slow_policies)} longer, as on an H200" if device.slow_policies else ""
+    source = "modelled by" if experts is None else f"{_expert_words(experts, num_tokens)}; the rest modelled by"
+    return (
+        f"{source} devices/{device.name}: roofline of {device.bf16_tflops:g} bf16 TFLOP/s,"
+        f" up to {device.most_efficiency:.0%} reached ({device.arithmetic_basis}), and {device.memory_tbps:g} TB/s,"
+        f" {device.memory_efficiency:.0%} reached ({device.memory_basis});"
+        f" {device.overhead_us:g} us a pass ({device.overhead_basis});{speeds}{passes}{gate}"
+        f" routing {device.routing_native_us:g} us and {device.routing_native_ps:g} ps a score"
+        f" ({device.routing_native_basis}), by a policy {device.routing_policy_us:g} us and"
+        f" {device.routing_policy_ps:g} ps ({device.routing_policy_basis}){slow}; {device.permute} permutation at"
+        f" {device.permute_efficiency:.0%} of the memory's TB/s ({device.permute_basis}); {device.memory_gb:g} GB"
+        f"{attention}"
+    )
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """A layer's hidden size, expert FFN size, experts and top-k."""
+    return "{} x {}, {} experts, top-{}".format(*shape)
+
+
+def _elsewhere(experts: ExpertFacts) -> str:
+    return f"{MEASURED_ELSEWHERE} ({measured_by_words(experts.measured_by)}, {experts.dtype})"
+
+
+def _expert_words(experts: ExpertFacts, num_tokens: int | None) -> str:
+    """Whose rows these are, and whether so many tokens of all ranks are beyond them."""
+    beyond = f", extrapolated to {num_tokens:,}" if num_tokens and num_tokens > experts.most_tokens else ""
+    shape = shape_words((experts.hidden_size, experts.ffn_hidden_size, experts.num_experts, experts.top_k))
+    rows = f"{experts.num_rows} rows of {experts.fewest_tokens:,.0f} to {experts.most_tokens:,.0f} tokens{beyond}"
+    return f"experts {_elsewhere(experts)}: {shape}, EP {experts.ep_size}: {rows}"
+
+
+def links_name(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
+    """Links in a column of a table: their file and its scale, or who measured them."""
+    by = links.measured_by if exchange is None else exchange.measured_by
+    return _scaled_name(links) if by is None else f"{MEASURED_ELSEWHERE} ({measured_by_words(by)})"
+
+
+def modelled_links(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
+    """The same in a line of its own."""
+    by = links.measured_by if exchange is None else exchange.measured_by
+    return f"{'modelled by links/' if by is None else ''}{links_name(links, exchange)}"
+
+
+def describe_links(links: LinksFacts, exchange: ExchangeFacts | None = None) -> str:
+    """Which model of links, and which rows of an exchange, made a number: to stand beside it."""
+    if exchange is not None:
+        return f"{modelled_links(links, exchange)}: {exchange_words(exchange)}; others {describe_links(links)}"
+    if links.measured_by is not None:
+        how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
+        return f"{modelled_links(links, None)}: {how} direction; {links.name}"
+    sides = ((f"inside a node of {links.ranks_per_node}", links.intra), ("between nodes", links.inter))
+    parts = [f"{where} {_link_words(link)}" for where, link in sides if link is not None]
+    return f"{modelled_links(links, None)}: {'; '.join(parts)}"
+
+
+def _scaled_name(links: LinksFacts) -> str:
+    return links.name if links.bandwidth_scale == 1 else f"{links.name}, bandwidth x {links.bandwidth_scale:g}"
+
+
+def _link_words(link: LinkFacts) -> str:
+    curve = "" if link.num_sizes is None else f", as a curve of {link.num_sizes} sizes"
+    return (
+        f"{link.latency_us:.4g} us ({link.latency_basis})"
+        f" + bytes at {link.bandwidth_gbps:.4g} GB/s x {link.efficiency:.3g} ({link.efficiency_basis})"
+        f"{', half duplex' if link.duplex == 'half' else ''}{curve}"
+    )
+
+
+def exchange_name(exchange: ExchangeFacts) -> str:
+    """An exchange in the first line of an answer."""
+    return f"{exchange.name.partition('/')[2]}, one copy per {_COPIES[exchange.copies]}"
+
+
+def exchange_words(exchange: ExchangeFacts) -> str:
+    """Which rows of an exchange they are, and what becomes of them."""
+    known, nodes = exchange.sms, exchange.num_nodes
+    sms = f", {known[0]} to {known[-1]} SMs" if len(known) > 1 else f", {known[0]} SMs" if known else ""
+    sent = f", sent as {exchange.sent_as}" if exchange.sent_as else ""
+    scales = {"dispatch": exchange.dispatch_scale, "combine": exchange.combine_scale}
+    scaled = "".join(f"; {phase} x {scale:.3g} by bytes (modelled)" for phase, scale in scales.items() if scale != 1)
+    return (
+        f"dispatch and combine of {exchange.name}, {nodes} node{'s' * (nodes > 1)}, hidden size"
+        f" {exchange.hidden_size}, top-{exchange.top_k} of {exchange.num_experts}{sent}{sms}; scaled by the fullest"
+        f" rank's copies of tokens, one for each {_ONE_FOR_EACH[exchange.copies]} (modelled){scaled}"
+    )
+
+
+# ---- what else is known ----------------------------------------------------------------------------------------------
+
+
+def fit_words(fit: Fit) -> str:
+    """That a model does not fit, by how much, and where it would; empty where it fits."""
+    if fit.holds():
+        return ""
+    names = ("experts", "other weights", "cache", "rows of a layer")
+    sizes = (fit.expert_bytes, fit.other_weight_bytes, fit.cache_bytes, fit.row_bytes)
+    listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in zip(names, sizes, strict=True) if size >= 5e7)
+    size = fit.fitting_ep_size
+    at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
+    return (
+        f"does not fit: {'' if fit.is_whole else 'at least '}{fit.num_bytes / 1e9:.3g} GB on each of "
+        f"{fit.ep_size} ranks in {fit.dtype} ({listed}), {fit.device} has {fit.device_bytes / 1e9:.3g} GB; {at}"
+    )
+
+
+def skew_words(layers: SkewLayers) -> str:
+    """How far the layers differ that a named skew stands for."""
+    least, median, greatest = layers.relief
+    return (
+        f"one layer stands for {layers.num_layers}, whose fullest ranks have {least:.2f} to {greatest:.2f} "
+        f"(median {median:.2f}) times what a cut at capacity factor 1 leaves of them"
+    )
+
+
+def scale_words(scale: float) -> str:
+    """Whether the model has its true sizes."""
+    return "true sizes" if scale == 1 else f"sizes x {scale:g} of the true ones"
+
+
+def component_words(component: Component) -> str:
+    """What ran, what was asked for where that was left open, and why."""
+    why = f": {component.why}" if component.why else ""
+    return (
+        component.ran
+        if component.ran == component.requested
+        else f"{component.ran} (asked for {component.requested}{why})"
+    )
+
+
+def workload_words(facts: ComparisonFacts) -> str:
+    """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
+    workload = facts.workload
+    if isinstance(facts, RoutedFacts):
+        return workload.description
+    tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
+    return f"{workload.kind} workload: {workload.description.removeprefix(f'{workload.kind} ')}{tail}"

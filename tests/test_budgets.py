@@ -64,31 +64,6 @@ def test_labels_tell_policies_by_layer_apart() -> None:
     assert ByLayer([1, 1, 2]).bands() == {"0-1": 1, "2": 2}
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"0-1": 1, "3-4": 1}, "capacity_factor: expected 2 or 2-LAST for the next band of layers, got '3-4'"),
-        ({0: 1, "1-0": 1}, "capacity_factor: expected 1 or 1-LAST for the next band of layers, got '1-0'"),
-        ({"early": 1}, "capacity_factor: expected 0 or 0-LAST for the next band of layers, got 'early'"),
-        ({0: 1.0, 1: -1.0}, "capacity_factor: expected greater than or equal to 0, got -1.0"),
-        ({}, "capacity_factor: expected a number for each band of layers, got {}"),
-    ],
-)
-def test_wrong_values_by_layer_are_refused(value: object, message: str) -> None:
-    with pytest.raises(ValueError, match="capacity_factor") as error:
-        make_policy({"name": "token_drop", "capacity_factor": value})
-    assert str(error.value) == message
-
-
-def test_fields_by_layer_speak_of_the_same_layers_and_count_no_more_experts_than_there_are() -> None:
-    with pytest.raises(ValueError, match=r"^t_fix, c: expected as many layers in each, got \[1, 2\]$"):
-        make_policy({"name": "laser", "eps_high": 1, "t_fix": {"0": 1}, "c": {"0-1": 8}})
-    policy = make_policy({"name": "oea", "k0": {"0": 1, "1": 8}})
-    policy.check_model(8, 8)
-    with pytest.raises(ValueError, match=r"^k0: expected at most the model's 7 experts, got 8$"):
-        policy.check_model(7, 7)
-
-
 def test_a_config_by_layer_needs_as_many_layers(tmp_path: Path) -> None:
     recorded = write_trace(tmp_path / "a.safetensors", length_S=(8,) * 20, num_layers=3, top_k=2)
     config = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import zlib
 from collections.abc import Iterator
 
@@ -209,38 +208,6 @@ def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: 
                 make_policy({**spec, field.name: wrong})
 
 
-@pytest.mark.parametrize(
-    ("spec", "key", "got"),
-    [
-        ({"name": "token_dorp"}, "name", "token_dorp"),
-        ({"name": "topk", "k": 2}, "k", "no fields"),
-        ({**DROP, "capacity_facto": 2}, "capacity_facto", "(did you mean capacity_factor?)"),
-        ({"name": "token_drop"}, "capacity_factor", "token_drop needs it"),
-        ({**DROP, "capacity_factor": float("nan")}, "capacity_factor", "nan"),
-        ({**DROP, "capacity_factor": True}, "capacity_factor", "true"),
-        ({**EXPANDED, "scope": "global"}, "num_candidates", "None"),
-        ({**EXPANDED, "num_candidates": 2.0}, "num_candidates", "2.0"),
-        ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token", "0"),
-        ({"name": "expert_drop", "fraction": 1.1}, "fraction", "1.1"),
-        ({"name": "budget_drop"}, "max_dropped and max_lost_mass", "neither"),
-        ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
-        ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim"),
-        ({**LASER, "eps_high": {"0": 0.5, "1": 1.5}}, "eps_high", "1.5"),
-        ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
-        ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
-        ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),
-        (
-            {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 1, "mass_threshold": 0.5},
-            "mass_threshold",
-            "0.5",
-        ),
-    ],
-)
-def test_a_wrong_spec_is_one_line_that_names_the_field_and_its_value(spec: Spec, key: str, got: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}: [^\n]*{re.escape(got)}[^\n]*$"):
-        make_policy(spec)
-
-
 UNIFORM = torch.full([6, 8], 0.125)
 NEGATIVE, NAN = UNIFORM.clone(), UNIFORM.clone()
 NEGATIVE[-1, -1], NAN[-1, -1] = -1e-30, torch.nan
@@ -308,12 +275,3 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
-
-
-@pytest.mark.parametrize("name", ["pruned", "oea"])
-def test_a_token_insists_on_no_more_experts_than_the_models_unless_a_share_stops_it(name: str) -> None:
-    for fields in ({"k0": 4}, {"k0": 8, "p": 0.9}, {"k0": {"0": 1, "1": 4}}):
-        make_policy({"name": name, **fields}).check_model(8, top_k=4)
-    for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}}):
-        with pytest.raises(ValueError, match=r"\Ak0: expected at most 4, the model's top-k, where p is 1; got 5\Z"):
-            make_policy({"name": name, **fields}).check_model(8, top_k=4)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
@@ -316,12 +317,6 @@ def test_a_disk_that_is_full_loses_the_recording_alone(tmp_path: Path, monkeypat
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def refusal(call: Any, *args: Any) -> str:
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        call(*args)
-    return str(error.value)
 
 
 def test_settings_come_from_the_variables(tmp_path: Path) -> None:

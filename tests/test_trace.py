@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 from trace_files import trace_parts, write_parts, write_trace
 
 from moe_ep_bench.cli import main
@@ -99,19 +100,12 @@ def read_all(path):
         trace.read_full_scores(layer)
 
 
-def refusal(path):
-    """The line with which a file is refused."""
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        read_all(path)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("begin", BROKEN)
 def test_a_broken_recording_is_refused_in_one_line(tmp_path, begin):
     tensors, metadata = parts()
     BROKEN[begin](tensors, metadata)
     path = write_parts(tmp_path / "wrong.safetensors", tensors, metadata)
-    assert refusal(path).startswith(f"{path}: {begin}")
+    assert refusal(read_all, path).startswith(f"{path}: {begin}")
 
 
 @pytest.mark.parametrize("left", [0, 100, -1])
@@ -120,7 +114,7 @@ def test_a_truncated_file_and_a_layer_beyond_the_last_are_refused(tmp_path, left
     with pytest.raises(ValueError, match=f"layer: expected 0 to {LAYERS - 1}, got {LAYERS}"):
         open_trace(path).read_layer(LAYERS)
     path.write_bytes(path.read_bytes()[:left])
-    assert refusal(path).startswith(f"{path}: not a whole, readable safetensors file (")
+    assert refusal(read_all, path).startswith(f"{path}: not a whole, readable safetensors file (")
 
 
 @pytest.mark.parametrize(("num_experts", "kept_as"), [(256, ("U8", "<u1")), (257, ("U16", "<u2"))])

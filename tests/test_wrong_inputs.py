@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from refusals import refusal
 
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments, override
 from moe_ep_bench.errors import USER_ERROR, UserError
 from moe_ep_bench.files import dump_yaml, parse_yaml
+from moe_ep_bench.policies import make_policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUN = CONFIGS.parent / "results" / "reference" / "quickstart-2cpu"
@@ -209,6 +213,74 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
     assert all(": planning " in earlier for earlier in lines[:-1])  # where that takes long
     assert not [word for word in ("Traceback", "pydantic", "http") if word in line]
     assert set(tmp_path.iterdir()) == before
+
+
+# ---- Calls in Python -------------------------------------------------------------------------------------------------
+
+DROP = {"name": "token_drop", "capacity_factor": 1.0}
+EXPANDED = {"name": "expanded_drop", "capacity_factor": 1.0}
+OF_LASER = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
+# Fields of a policy: the key that the line names first, and what it holds besides.
+SPECS: list[tuple[dict[str, Any], str, str]] = [
+    ({"name": "token_dorp"}, "name", "token_dorp"),
+    ({"name": "topk", "k": 2}, "k", "no fields"),
+    ({**DROP, "capacity_facto": 2}, "capacity_facto", "(did you mean capacity_factor?)"),
+    ({"name": "token_drop"}, "capacity_factor", "token_drop needs it"),
+    ({**DROP, "capacity_factor": float("nan")}, "capacity_factor", "nan"),
+    ({**DROP, "capacity_factor": True}, "capacity_factor", "true"),
+    ({**EXPANDED, "scope": "global"}, "num_candidates", "None"),
+    ({**EXPANDED, "num_candidates": 2.0}, "num_candidates", "2.0"),
+    ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token", "0"),
+    ({"name": "expert_drop", "fraction": 1.1}, "fraction", "1.1"),
+    ({"name": "budget_drop"}, "max_dropped and max_lost_mass", "neither"),
+    ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
+    ({**OF_LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim"),
+    ({**OF_LASER, "eps_high": {"0": 0.5, "1": 1.5}}, "eps_high", "1.5"),
+    ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
+    ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
+    ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),
+    (
+        {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 1, "mass_threshold": 0.5},
+        "mass_threshold",
+        "0.5",
+    ),
+    ({**OF_LASER, "t_fix": {"0": 1}, "c": {"0-1": 8}}, "t_fix, c", "expected as many layers in each, got [1, 2]"),
+    *(
+        ({**DROP, "capacity_factor": value}, "capacity_factor", f"expected {words}")
+        for value, words in (
+            ({"0-1": 1, "3-4": 1}, "2 or 2-LAST for the next band of layers, got '3-4'"),
+            ({0: 1, "1-0": 1}, "1 or 1-LAST for the next band of layers, got '1-0'"),
+            ({"early": 1}, "0 or 0-LAST for the next band of layers, got 'early'"),
+            ({0: 1.0, 1: -1.0}, "greater than or equal to 0, got -1.0"),
+            ({}, "a number for each band of layers, got {}"),
+        )
+    ),
+]
+# What a policy asks of a model of so many experts and top-k.
+OF_MODELS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
+    ({"name": "oea", "k0": {"0": 1, "1": 8}}, (7, 7), "k0: expected at most the model's 7 experts, got 8"),
+    *(
+        ({"name": name, **fields}, (8, 4), "k0: expected at most 4, the model's top-k, where p is 1; got 5")
+        for name in ("pruned", "oea")
+        for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}})
+    ),
+]
+CALLS: list[tuple[Callable[[], object], str]] = [
+    *((partial(make_policy, spec), f"{key}: [^\n]*{re.escape(got)}[^\n]*") for spec, key, got in SPECS),
+    *((partial(make_policy(spec).check_model, *sizes), re.escape(words)) for spec, sizes, words in OF_MODELS),
+]
+
+
+@pytest.mark.parametrize(("call", "line"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_call_refuses_in_one_line_that_names_the_key_and_its_value(call: Callable[[], object], line: str) -> None:
+    assert re.fullmatch(line, refusal(call))
+
+
+def test_what_lies_at_a_bound_of_a_model_is_allowed() -> None:
+    make_policy({"name": "oea", "k0": {"0": 1, "1": 8}}).check_model(8, 8)
+    for name in ("pruned", "oea"):
+        for fields in ({"k0": 4}, {"k0": 8, "p": 0.9}, {"k0": {"0": 1, "1": 4}}):
+            make_policy({"name": name, **fields}).check_model(8, top_k=4)
 
 
 CONTENTS = {

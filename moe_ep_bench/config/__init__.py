@@ -231,9 +231,9 @@ class RecordedConfig(_Workload):
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences, or steps of requests side by side."""
     tokens_per_request: int = Field(1, ge=1, le=MOST)
-    """Of a decode step; 1 + L = with L draft tokens."""
+    """Tokens of a request in a decode step; 1 + L = with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
-    """Assumed scores of experts that are not recorded; ``recorded``: all are."""
+    """Assumed scores of experts that are not recorded; ``recorded``: the file has all."""
     topk_share: float | None = Field(None, gt=0, le=1)
     """Assumed mass of the top-k, where scores are normalised over it."""
 
@@ -254,17 +254,17 @@ class RecordedConfig(_Workload):
 
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] | None = None
-    """Of weights and activations; null = the checkpoint's where modelled, else bfloat16."""
+    """Dtype of weights and activations; null = the checkpoint's if modelled, else bfloat16."""
     dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
-    """What ``emulate`` sends to experts; null = as dtype."""
+    """Dtype of the rows that ``emulate`` dispatches; null = layer.dtype."""
     ep_size: int | None = Field(None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Megatron-Core's, one by one; grouped GEMMs; for few tokens; Transformer Engine's."""
+    """``sequential`` (Megatron-Core's), ``grouped`` GEMMs, ``decode`` (few tokens) or ``te`` (Transformer Engine's)."""
     permute: Literal["auto", "unfused", "fused"] = "auto"
-    """By index, or by Transformer Engine; auto = as experts, or the device, have it."""
+    """By index, or ``fused`` by Transformer Engine; auto = as the experts or the device have it."""
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step; needs ``decode`` experts and a GPU."""
 
@@ -284,13 +284,13 @@ class MeasureConfig(Strict):
     breakdown_iterations: int = Field(2, ge=0, le=MOST_RUNS)
     """Iterations of a batch with all phases timed."""
     warmup: int = Field(5, ge=0, le=MOST_RUNS)
-    """Most untimed rounds; ``emulate`` takes one."""
+    """Most untimed rounds; ``emulate`` runs one."""
     launches: int = Field(1, ge=1, le=MOST_RUNS)
     """Runs of the whole process."""
     flush_l2: bool = False
     """Overwrite the last-level cache before an iteration."""
     hold_us: float = Field(2000, ge=0, le=1e6)
-    """Hold of a GPU ahead of an iteration, us."""
+    """Hold of a GPU before an iteration, us."""
     timeout_s: float = Field(300, gt=0, le=1e9)
     """Limit of an iteration and a rendezvous."""
 
@@ -360,9 +360,9 @@ class ReplicationConfig(Lossless):
     spare_per_rank: int = Field(ge=1, le=MOST)
     """Experts of a rank beyond its share."""
     plan: Literal["eplb", "variance"] = "eplb"
-    """For the mean load, or its spread over batches too (FlashLB)."""
+    """Plans for mean loads, or also for their variance over batches (FlashLB)."""
     balancer: Literal["static", "lp", "activated"] = "static"
-    """Replicas share evenly, or so that the fullest rank's load, or activated experts, are fewest."""
+    """``static`` shares evenly, ``lp`` minimises the fullest rank's load, ``activated`` its activated experts."""
     solve_us: SolveTime | None = None
     """Assumed time to solve a batch; null = 100, static none."""
 
@@ -386,7 +386,7 @@ class RebalanceConfig(Lossless):
     """Weights of experts that move in every batch (``balancers``)."""
 
     name: Literal["llep", "ultra"]
-    """Least-loaded expert parallelism, or after UltraEP."""
+    """``llep``: least-loaded expert parallelism; ``ultra``: after UltraEP."""
     spare_per_rank: int = Field(2, ge=1, le=MOST)
     """Free slots of a rank, for all layers."""
     least_pairs: int = Field(1024, ge=1, le=MOST)
@@ -427,9 +427,9 @@ class FigureConfig(Strict):
     """A figure of any columns; ``plot DIR --x COLUMN --y COLUMN`` lists them."""
 
     x: str
-    """Column along the bottom."""
+    """Column of the x axis."""
     y: str
-    """Column upright, or its percentile over batches, ``COLUMN_p95``."""
+    """Column of the y axis, or its percentile over batches, ``COLUMN_p95``."""
     by: str | None = None
     """Column of lines; null = policies."""
     facet: str | None = None
@@ -451,20 +451,20 @@ class EmulateConfig(Strict):
     """Name of data/links/, a file by ``calibrate``, ``table:SYSTEM/nccl/VERSION``, or an exchange that was measured,
     ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     exchange_sms: int | None = Field(None, ge=1)
-    """Multiprocessors that it holds; null = the fastest row."""
+    """Multiprocessors that a measured exchange uses; null = the fastest row."""
     copies: Literal["pair", "rank"] = "pair"
-    """Other links carry a token once a ``pair`` (NCCL), or once a ``rank`` and node (DeepEP)."""
+    """Modelled links carry a token once per ``pair`` (NCCL), or once per ``rank`` and node (DeepEP)."""
     overlap: Literal["none", "shared", "two_batch"] = NO_OVERLAP
-    """Beside dispatch: ``shared`` experts; ``two_batch``: the batch's other half too."""
+    """Computed during dispatch: ``shared`` experts, or with ``two_batch`` also the other half batch."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED
-    """``measured``: this one. Else modelled: a name of data/devices/, such a file, or
+    """``measured``: this device. Modelled: a name of data/devices/, such a file, or
     ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
-    """Weights or tokens that move in every batch, likewise."""
+    """Weights or tokens that move in every batch, on modelled devices."""
 
 
 Rule = Policy | Lossless

@@ -60,10 +60,10 @@ class Claim(Strict):
     policy: dict[str, Any] | str | None = None
     """One of the config's policies (a list: a claim each), or a label; null = native."""
     metric: Literal[*CLAIMED] = "speedup"
-    """Of a layer or pass, native over the policy: time (``speedup``), the fullest expert (``imbalance_cut``); the
-    policy over native: times, activated experts; by itself: all others."""
+    """``speedup`` (time of a layer or pass) and ``imbalance_cut`` (fullest expert): native over the policy; times and
+    activated experts: the policy over native; all others: the policy's own value."""
     paper: tuple[float | None, float | None] | None = None
-    """A number, or from and to (null: open); null alone: none is stated."""
+    """A number, or a range [from, to] (null: open); null: not stated."""
     published: dict[str, Any] | None = None
     """Or ``paper``, ``item`` and settings of papers/published; ``$k0`` is the policy's."""
     of: Literal["layer", "end_to_end", "not_stated"] = "layer"

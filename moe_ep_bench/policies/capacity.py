@@ -96,7 +96,7 @@ class CapacityPolicy(SteppedPolicy):
             latest (``reverse_order``), or ``random``.
         granularity: ``expert``, or ``device``: the L experts of a rank share L capacities.
         modality: ``image_first`` drops image pairs before any text pair, ``text_first`` the reverse.
-        rounding: of a capacity: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
+        rounding: how a capacity is rounded: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
     """
 
     capacity_factor: Factor
@@ -179,7 +179,7 @@ class ExpandedDrop(CapacityPolicy):
         num_candidates: m, a token's further experts: its best on its own rank (``local``; None = all), or its next
             best anywhere (``global``; required).
         scope: ``local`` or ``global``.
-        max_experts_per_token: afterwards a token keeps its best that many. Freed places are not refilled; None = no
+        max_experts_per_token: experts that a token keeps in the end, its best. Freed places are not refilled; None = no
             limit.
     """
 

@@ -51,7 +51,7 @@ class ExpertDrop(ClosingPolicy):
     """Skip the least loaded experts, unused ones included; the lower index first among equals.
 
     Attributes:
-        fraction: of all experts, 0 to 1; floor(fraction * E) of them, but at least one.
+        fraction: share of experts that are closed, 0 to 1: floor(fraction * E), at least one.
     """
 
     name = "expert_drop"
@@ -71,7 +71,7 @@ class Lynx(ClosingPolicy):
     """Close the least used of the experts that the batch activates; the lower index first among equals.
 
     Attributes:
-        num_dropped: how many; as many as are activated, or more, leaves nothing.
+        num_dropped: experts that are closed; as many as are activated, or more, leaves nothing.
     """
 
     name = "lynx"

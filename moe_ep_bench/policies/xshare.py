@@ -45,7 +45,7 @@ class XShare(SteppedPolicy):
 
     Attributes:
         k0: experts that every token brings into S0; 0 = none.
-        scope: whose budget it is.
+        scope: the budget is per batch, request or rank.
             ``batch``: S = S0 and the ``budget`` best of the rest, or as many as hold the share ``mass_threshold`` of
             all score mass (no mass, no share).
             ``request``: S = every request's S0 and its ``request_budget`` best by its own sums, and the ``budget`` best
@@ -53,7 +53,7 @@ class XShare(SteppedPolicy):
             ``rank``: every rank adds its best remaining one in turn until S has rank_budget * R; tested between rounds,
             so S may end up to R - 1 larger.
         budget: experts, in addition to S0 (``batch``) or to the union (``request``; none = 0).
-        mass_threshold: 0 to 1.
+        mass_threshold: share of the score mass that the set reaches, 0 to 1.
         request_budget: experts per request, in addition to its S0.
         rank_budget: experts per rank, S0 included.
         scores: ``full``, or ``topk``: zero outside a token's own top-k, and over the sum of it inside.

@@ -66,7 +66,7 @@ class QualityExperiment(SweepPoint):
     """Name of the results; without it, the file's."""
     model: CheckpointConfig
     text: TextConfig | None = None
-    """Text whose next tokens are judged; this, tasks or both."""
+    """Text whose next tokens are scored; this, tasks or both."""
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
     """Tasks of the lm-evaluation-harness."""
     include: Annotated[DirectoryPath | None, NAME] = None
@@ -77,7 +77,7 @@ class QualityExperiment(SweepPoint):
     """Requests that are routed together."""
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
-    """Tokens that are routed together: all of a batch, or those of each position; auto = as each policy's phase."""
+    """Tokens that are routed together: all of a batch, or those of each position; auto = by each policy's stage."""
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
     """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""
 

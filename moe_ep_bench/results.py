@@ -2,6 +2,7 @@
 
 ``<out>/run.json``              resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
+``<out>/conditions/<id>.json``  under which conditions a launch's samples were timed (``facts.Conditions``)
 ``<out>/attempts/``             what was tried when a job was lost (``runtime.attempts``)
 ``<out>/.lock-<name>``          what jobs are writing at the moment
 
@@ -11,14 +12,13 @@ per job. A lock is the kernel's (``filelock``, by flock) and ends with its holde
 
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases with one
 ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*, one repetition of the whole
-process. A launch is written as a whole, once, with the conditions under which it was timed in its metadata; one whose
-part has all cases is not run again. Samples are never thinned or averaged here.
+process. A launch is written as a whole, once, its conditions ahead of its samples; one whose part has all cases is not
+run again. Samples are never thinned or averaged here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -39,8 +39,6 @@ from moe_ep_bench.schema import TABLES
 RUN_JSON = "run.json"
 # From so many rows on they are written; small groups of rows would take more room than what is in them.
 _GROUP_ROWS = 2**20
-# Of a part of samples, in its metadata.
-_CONDITIONS = b"conditions"
 # A job that was just stopped may take so long to end; its successor waits for it.
 PATIENCE_S = 5.0
 
@@ -59,6 +57,10 @@ class RunDirectory:
         """The part of a comparison in one of ``TABLES``; of samples that of a launch."""
         name = comparison_id if launch is None else f"{comparison_id}-{launch}"
         return self.root / TABLES[table].folder / f"{name}.parquet"
+
+    def conditions(self, comparison_id: str, launch: int) -> Path:
+        """What a launch's samples were timed under; none where nothing was measured."""
+        return self.root / "conditions" / f"{comparison_id}-{launch}.json"
 
     def parts(self, table: str) -> dict[str, list[Path]]:
         """All parts of a table, by comparison."""
@@ -129,7 +131,9 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def remove(self, comparison_id: str) -> None:
-        """Remove all parts of a comparison."""
+        """Remove all parts of a comparison, and their conditions."""
+        for path in self.conditions("", 0).parent.glob(f"{comparison_id}-*.json"):
+            path.unlink()
         for table in TABLES:
             for path in self.parts(table).get(comparison_id, ()):
                 path.unlink()
@@ -149,16 +153,19 @@ class RunDirectory:
         Args:
             cases: rows of each case, asked for one after another: a sequence for each column, or one value for all.
             replaces: cases whose rows these take the place of, while others' stay; None = the part is written anew.
-            conditions: under which a launch was timed.
+            conditions: under which a launch was timed; None = as they are, of a part written anew none.
         """
         path, schema = self.path(table, comparison_id, launch), TABLES[table].schema
-        kept, told = schema.empty_table(), conditions and json.dumps(conditions, allow_nan=False)
+        kept = schema.empty_table()
         before = None if replaces is None else _read(path)
         if before is not None and before.schema.equals(schema):  # Rows of other columns cannot stay.
-            kept, told = before.filter(~pc.field("case_id").isin(list(replaces))), told or conditions_of(before)
-        labelled = schema.with_metadata({**schema.metadata, **({_CONDITIONS: told} if told else {})})
+            kept = before.filter(~pc.field("case_id").isin(list(replaces)))
+        if launch is not None and conditions is not None:
+            write_json(self.conditions(comparison_id, launch), conditions)
+        elif launch is not None and not len(kept):
+            self.conditions(comparison_id, launch).unlink(missing_ok=True)
         how = {"compression": "zstd", "write_page_checksum": True}
-        with atomic_path(path) as temporary, pq.ParquetWriter(temporary, labelled, **how) as file:
+        with atomic_path(path) as temporary, pq.ParquetWriter(temporary, schema, **how) as file:
             tables = [kept]
             for rows in cases:
                 tables.append(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
@@ -216,11 +223,6 @@ def _read(path: Path) -> pa.Table | None:
         return pq.read_table(path, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException):
         return None
-
-
-def conditions_of(part: pa.Table) -> bytes | None:
-    """Under which conditions a part of samples says that it was timed, as JSON."""
-    return (part.schema.metadata or {}).get(_CONDITIONS)
 
 
 # ---- locks -----------------------------------------------------------------------------------------------------------

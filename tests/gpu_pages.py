@@ -62,7 +62,7 @@ def machine(gpu: str) -> tuple[dict, list[dict]]:
     told = json.loads((REFERENCE / gpu / "environment.json").read_text())
     found = [one["ceilings"] for one in told.values() if "ceilings" in one]
     for path in sorted(REFERENCE.glob(f"*{gpu}*/cases/*.parquet")):
-        conditions = json.loads(pq.read_schema(path).metadata[b"conditions"])
+        conditions = json.loads((path.parents[1] / "conditions" / f"{path.stem}.json").read_text())
         found += [one for rank in conditions["ranks"] if (one := rank["ceilings"])]
     return next(iter(told.values()))["environment"], found
 
@@ -380,7 +380,7 @@ def of_h200() -> list[str]:
     router = rows[rows["case_id"].isin(about.index)].groupby("case_id")["time_us"].median().rename(about)
     peaks, graph = {}, []
     for path in REFERENCE.glob("*-h200/cases/*.parquet"):
-        (rank,) = json.loads(pq.read_schema(path).metadata[b"conditions"])["ranks"]
+        (rank,) = json.loads((path.parents[1] / "conditions" / f"{path.stem}.json").read_text())["ranks"]
         model = pq.read_table(path, columns=["model"])["model"][0].as_py()
         peaks[model] = max(peaks.get(model, 0), rank["peak_memory_bytes"] / 2**20)
         graph += [rank["cuda_graphs"]] if "cuda_graphs" in rank else []

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import laws
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.errors import CASES_FAILED, OK
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
-from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import HOST, HOST_BUSY, LAYER_PHASES, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder, timed
@@ -122,8 +120,8 @@ def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
 
 
 def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:
-    (path,) = (finished / "cases").iterdir()
-    (rank,) = json.loads(conditions_of(pq.read_table(path)))["ranks"]
+    (path,) = (finished / "conditions").iterdir()
+    (rank,) = json.loads(path.read_text())["ranks"]
     assert rank["peak_memory_bytes"] > 0
     if importlib.util.find_spec("pynvml") is None:
         pytest.skip("nvidia-ml-py is not installed")

@@ -26,7 +26,7 @@ from moe_ep_bench import files
 from moe_ep_bench.bench.run import pending_cases
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
-from moe_ep_bench.results import RunDirectory, conditions_of, hold, is_held, lock_file
+from moe_ep_bench.results import RunDirectory, hold, is_held, lock_file
 from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
@@ -129,7 +129,7 @@ def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path:
     directory.write("samples", "x", [{"case_id": "d", "status": "ok"}], 1)
     directory.write("samples", "x", [{"case_id": "b", "run_id": "2", "status": "oom"}], 0, replaces=["b"])
     found = pq.read_table(directory.path("samples", "x", 0))
-    assert json.loads(conditions_of(found)) == conditions
+    assert json.loads(directory.conditions("x", 0).read_text()) == conditions
     assert set(found["launch"].to_pylist()) == {0}
     assert found["host_us"].null_count == len(found), "a column that rows lack"
     assert found.schema.equals(SAMPLES_SCHEMA)
@@ -141,6 +141,7 @@ def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path:
     assert directory.parts("samples") == {"x": [directory.path("samples", "x", launch) for launch in (0, 1)]}
     directory.write("samples", "x", rows[:1], 0)
     assert directory.statuses("x", 0) == {"a": "ok"}, "written anew"
+    assert not directory.conditions("x", 0).exists()
     directory.path("samples", "x", 0).write_bytes(b"PAR1")
     assert directory.statuses("x", 0) == {}
     directory.write("samples", "x", rows[1:2], 0, replaces=["b"])

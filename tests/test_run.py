@@ -22,7 +22,6 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.layer import parts
-from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
@@ -149,8 +148,8 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     beside = (finished / "run.json").read_text().replace(run["command"], "")
     assert str(finished.parent) not in beside, "a path of this machine that no command named"
     assert len(cases(load(finished))) == NUM_CASES
-    (path,) = (finished / "cases").iterdir()
-    conditions = json.loads(conditions_of(pq.read_table(path)))
+    (path,) = (finished / "conditions").iterdir()
+    conditions = json.loads(path.read_text())
     assert 1 <= conditions["warm_up"]["rounds"] <= 5
     assert len(conditions["ranks"]) == 2
     for rank in conditions["ranks"]:

@@ -118,7 +118,7 @@ def read_quality(directory: Path) -> Quality:
 
 def _rows_of(files: RunDirectory, table: str) -> pd.DataFrame:
     """All parts of a table."""
-    parts = [read_part(table, path).rows for paths in files.parts(table).values() for path in paths]
+    parts = [read_part(table, path) for paths in files.parts(table).values() for path in paths]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=TABLES[table].schema.names)
 
 

@@ -36,7 +36,7 @@ from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, 
 from moe_ep_bench.files import read_json
 from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import SteppedPolicy
-from moe_ep_bench.results import RunDirectory, ValidationDirectory, conditions_of
+from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import (
     FRONTIER_SCHEMA,
     HOST,
@@ -167,14 +167,7 @@ def facts_of(path: Path, run: RunFacts) -> tuple[dict[str, Any], dict[str, CaseF
     return comparisons, dict(sorted(cases.items(), key=lambda item: item[1].order))
 
 
-class Part(NamedTuple):
-    """Rows of a comparison's part; of samples also under which conditions they were timed, as JSON."""
-
-    rows: pd.DataFrame
-    conditions: bytes | None
-
-
-def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> Part:
+def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame:
     """Read columns of a part (None = all); words of samples are categories; routing has ``MISSING``.
 
     Raises:
@@ -190,9 +183,7 @@ def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> P
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
     # Of millions of samples each word is one object.
     frame = rows.to_pandas(strings_to_categorical=table == "samples")
-    if "num_topk_pairs" in frame:
-        frame = _with_missing(frame)
-    return Part(frame, conditions_of(rows))
+    return _with_missing(frame) if "num_topk_pairs" in frame else frame
 
 
 def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
@@ -359,12 +350,12 @@ def _read_comparison(
     Raises:
         ResultsError: a part cannot be read, or a measured case lacks its routing.
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[pd.DataFrame]] = {}
     for table, columns in _COLUMNS.items():
         more = ["status", "reason"] if table == "samples" else []
         parts[table] = [read_part(table, path, ["case_id", *columns, *more]) for path in paths[table]]
     is_timed = isinstance(facts, TimedFacts)
-    routed = {case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique()}
+    routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
     routed_ok = pd.DataFrame({"case_id": list(routed), "status": "ok", "reason": None})
     told = (_statuses(parts["samples"]) if is_timed else routed_ok).set_index("case_id")
     cases = pd.DataFrame({"case_id": list(listed), "facts": list(listed.values())}).join(told, on="case_id")
@@ -379,17 +370,19 @@ def _read_comparison(
         raise ResultsError(f"{files.path('routing', key[1])}: no rows of {case.facts.label}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
     frames["samples"] = paced(frames["samples"])
-    measured = [part for part in parts["samples"] if part.conditions and part.rows["case_id"].isin(ok["case_id"]).any()]
+    launches = {int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any() for part in parts["samples"]}
     conditions = {
-        int(part.rows["launch"].iloc[0]): Conditions.model_validate_json(part.conditions) for part in measured
+        launch: read_document(path, Conditions)
+        for launch, is_measured in launches.items()
+        if is_measured and (path := files.conditions(key[1], launch)).is_file()
     }
     return Read(Comparison(*key, facts, run, conditions), cases, frames)
 
 
-def _statuses(parts: Sequence[Part]) -> pd.DataFrame:
+def _statuses(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Status and reason of each case: those of the first launch in which it is not ok."""
     columns = ["case_id", "launch", "status", "reason"]
-    told = [part.rows[columns].drop_duplicates().astype(object) for part in parts]
+    told = [part[columns].drop_duplicates().astype(object) for part in parts]
     rows = pd.concat([pd.DataFrame(columns=columns), *told])
     if len(parts) > 1:
         where = "launch " + (rows["launch"] + 1).astype(str) + ": "
@@ -398,12 +391,12 @@ def _statuses(parts: Sequence[Part]) -> pd.DataFrame:
     return rows[["case_id", "status", "reason"]]
 
 
-def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFrame:
+def _rows_of(table: str, parts: Sequence[pd.DataFrame], ok: pd.DataFrame) -> pd.DataFrame:
     """The rows of cases that are ok, of all parts of a table."""
     frames = [pd.DataFrame(columns=["case", *_COLUMNS[table]])]
     for part in parts:
-        place_N = pd.Index(ok["case_id"]).get_indexer(part.rows["case_id"])
-        rows = part.rows[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
+        place_N = pd.Index(ok["case_id"]).get_indexer(part["case_id"])
+        rows = part[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
         rows = rows.reindex(columns=frames[0].columns)  # Parts of earlier versions lack some.
         if table == "samples":
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})

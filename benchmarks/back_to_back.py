@@ -29,11 +29,11 @@ import torch
 from interleaved import device_of, keep, parser_of
 from tqdm import tqdm
 
-from moe_ep_bench.bench.comparison import RANKS
-from moe_ep_bench.bench.inspection import compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.measuring import Measurement
+from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import RANKS
+from moe_ep_bench.bench.real_ranks import RealRanks
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.results import RunDirectory
@@ -61,7 +61,7 @@ def measured_alone(case: Runnable, num_batches: int, clock: Clock, seconds: floa
     return float(np.median(times_us[first:])), clock.held_mhz()
 
 
-def table_of(session: Measurement, seconds: float) -> pd.DataFrame:
+def table_of(session: RealRanks, seconds: float) -> pd.DataFrame:
     """A row per case: what it takes in turns and back to back, and at which clocks."""
     samples, clock = session.samples, session.watch.recorder.clock
     assert samples is not None
@@ -91,15 +91,8 @@ def measure(ranks: Ranks, config: Path, overrides: Sequence[str], point: int, se
         job.progress = tqdm(disable=True)
         with job.trying([comparison]):
             groups = expert_parallel_groups(1, 120)
-            with contextlib.closing(Measurement(job, comparison, comparison.cases, groups)) as session:
-                compute_alone(session)
-                try_all(session)
-                observe_all(session)
-                if comparison.parts.cuda_graph:
-                    session.capture_all()
-                drop_failing(session, "before timing")
-                session.warm_up()
-                session.time()
+            with contextlib.closing(RealRanks(job, comparison, comparison.cases, groups)) as session:
+                measure_point(session, job.begin)
                 return table_of(session, seconds)
 
 

@@ -24,15 +24,15 @@ import pandas as pd
 import torch
 
 from moe_ep_bench.bench.checks import VIRTUAL
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan_experiments
-from moe_ep_bench.bench.traffic import LayerTraffic, Routed
-from moe_ep_bench.bench.virtual import Emulation, modelled_times
+from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.traffic import LayerTraffic
 from moe_ep_bench.config.files import experiments_of, override
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import SENT_BYTES, Device
 from moe_ep_bench.cost_model.phases import RankWork, layer_segments
-from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import load_model
 from moe_ep_bench.schema import TOTAL
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
-def compared(config: Row, settings: Row) -> Comparison:
+def compared(config: Row, settings: Row) -> Point:
     """A config of ``clusters.yaml`` with some settings, planned."""
     raw = {"name": "clusters", "policies": [{"name": "topk"}], **copy.deepcopy(config)}
     raw["workload"] = {"kind": "synthetic", "num_batches": 1, **raw["workload"]}
@@ -60,21 +60,15 @@ def compared(config: Row, settings: Row) -> Comparison:
 class Run:
     """Native's first batch, or that of what loses nothing where the config has some."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Point) -> None:
         self.comparison = comparison
         case = next((one for one in comparison.cases if one.replication is not None), comparison.cases[0])
-        emulation = Emulation(comparison, [case], torch.device("cpu"), lambda _: None)
-        routed: list[Routed] = []
-
-        def times(of_batch: Routed, begin: Callable[[str], None]) -> list[list[list[RankTime]]]:
-            routed.append(of_batch)
-            return modelled_times(comparison, of_batch, begin)
-
-        emulation.time(times)
-        self.layers = routed[0][0][1].layers
-        times_RC = emulation.samples[case.case_id][:, 0]
-        last = times_RC[times_RC[:, emulation.columns.index(TOTAL)].argmax()]
-        self.us = {name: float(us) for name, us in zip(emulation.columns, last, strict=True)}
+        ranks = ModelledRanks(comparison, [case], torch.device("cpu"), lambda _: None)
+        measure_point(ranks, ranks.begin)
+        self.layers = ranks.traffic[case.case_id].layers
+        times_RC = ranks.samples[case.case_id][:, 0]
+        last = times_RC[times_RC[:, ranks.columns.index(TOTAL)].argmax()]
+        self.us = {name: float(us) for name, us in zip(ranks.columns, last, strict=True)}
         """Microseconds by phase, and in all, of the rank that ends last."""
 
     @property

@@ -1,4 +1,4 @@
-"""Plan replicas of experts ahead of the tokens; ``balancers`` splits each batch over them.
+"""Where experts stand: replicas planned ahead of the tokens, and the slots to which a batch's pairs go.
 
 A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. Expert e lives on
 rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy experts live in spare slots beside.
@@ -7,7 +7,7 @@ rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy e
 busy experts, which share their load. No quality is lost; the price is memory, and a forecast of the load, because
 weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
 ``rank_load``. A plan is the expert in each slot, int64 [P]: slots r * S to r * S + S - 1 are rank r's, and every expert
-has one at least.
+has one at least. ``balancers`` splits each batch over them, and ``Slots`` say to which slot each pair then goes.
 
 ``replicate`` plans for the mean load by the global policy of DeepSeek's Expert Parallelism Load Balancer
 (github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, section 3.4). Two greedy rules do it. *Replicate*: every
@@ -27,15 +27,23 @@ busiest quarter of experts gets, then the next, is tried around what the greedy 
 emptiest fullest rank, mean over the batches that are known. Ours: replicas are at most R, and where slots run out
 an expert changes places so that its replicas stand apart (the published code then keeps the plan before).
 
-Shapes: R = ranks, E = experts, B = batches, P = slots of all ranks (physical experts), S = P / R slots of a rank.
+Shapes: R = ranks, T = tokens of one rank, E = experts, B = batches, P = slots of all ranks (physical experts), S =
+P / R slots of a rank, N = entries of all experts' turns.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moe_ep_bench.balancers import FREE, Balanced, with_free_slots
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.metrics import RANKS_PER_NODE
+from moe_ep_bench.policies.lazy import Tensor
 
 # FlashLB's: the upper quartile of a normal distribution; parts of the experts; slots tried to each side.
 _Z, _QUARTERS, _WIDTH = 0.6744897501960817, 4, 8
@@ -91,25 +99,43 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
     risk_E = mean_E + _Z * np.sqrt(covariance_EE.diagonal())
     order_E, size = np.argsort(-risk_E, kind="stable"), -(-num_experts // _QUARTERS)
 
-    def dealt(expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
+    def replicas_of(expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
         """Replicas of some experts that get so many spare slots: int64 [I]."""
         return _spread(risk_E[expert_I], len(expert_I) + spare, num_ranks)[1]
 
     replicas_E, spare = np.ones(num_experts, dtype=np.int64), num_slots - num_experts
     for first in range(0, num_experts, size):
-        part, later = order_E[first : first + size], order_E[first + size :]
-        greedy = int(dealt(order_E[first:], spare)[: len(part)].sum()) - len(part)
+        quarter, later = order_E[first : first + size], order_E[first + size :]
+        greedy = int(replicas_of(order_E[first:], spare)[: len(quarter)].sum()) - len(quarter)
+        # No expert has more replicas than there are ranks.
         fewest = max(0, greedy - _WIDTH, spare - len(later) * (num_ranks - 1))
-        plans = []
-        for number in range(fewest, min(spare, greedy + _WIDTH, len(part) * (num_ranks - 1)) + 1):
-            replicas_E[part], replicas_E[later] = dealt(part, number), dealt(later, spare - number)
+        most = min(spare, greedy + _WIDTH, len(quarter) * (num_ranks - 1))
+        fullest = {}
+        for number in range(fewest, most + 1):
+            replicas_E[quarter], replicas_E[later] = replicas_of(quarter, number), replicas_of(later, spare - number)
             expert_P = _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
-            fullest = rank_load(load_BE, expert_P, num_ranks).max(axis=1).mean()
-            plans.append((fullest, abs(number - greedy), number, expert_P))
-        *_, number, expert_P = min(plans, key=lambda tried: tried[:3])
-        replicas_E[part] = dealt(part, number)
-        spare -= number
-    return expert_P
+            fullest[number] = rank_load(load_BE, expert_P, num_ranks).max(axis=1).mean()
+        chosen = min(fullest, key=lambda number: (fullest[number], abs(number - greedy), number))
+        replicas_E[quarter], spare = replicas_of(quarter, chosen), spare - chosen
+    return _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
+
+
+def plan_ahead(
+    plan: str | None, load_BE: NDArray[np.float64], *, num_ranks: int, spare_per_rank: int, num_groups: int
+) -> NDArray[np.int64]:
+    """The expert in each slot before a batch comes, int64 [P].
+
+    Args:
+        plan: ``eplb`` (``replicate``) or ``variance`` (``replicate_by_risk``); None = spare slots stay free.
+        load_BE: pairs of the batches that are known ahead.
+    """
+    num_experts = load_BE.shape[1]
+    if plan is None:
+        return with_free_slots(num_experts, num_ranks, spare_per_rank)
+    num_slots = num_experts + spare_per_rank * num_ranks
+    if plan == "variance":
+        return replicate_by_risk(load_BE, num_slots=num_slots, num_ranks=num_ranks)
+    return replicate(load_BE.mean(axis=0), num_slots=num_slots, num_ranks=num_ranks, num_groups=num_groups)
 
 
 def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
@@ -204,3 +230,133 @@ def _check(num_experts: int, num_slots: int, num_ranks: int) -> None:
             f"num_slots: expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts,"
             f" got {num_slots}"
         )
+
+
+# ---- slots of one batch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Which expert every slot holds, and which slot each pair of one batch goes to.
+
+    The batch's pairs of an expert are numbered over ranks, then tokens, and take the expert's *turns*: a slot for each
+    pair, again from the first where there are more pairs.
+
+    Attributes:
+        expert_P: int64; every expert has at least one slot.
+        turn_N: int64, the slots of all experts' turns, expert by expert; at least one entry for each.
+        turns_E: how many entries each expert has.
+        before_RE: pairs of the ranks ahead of each: the number of a rank's first pair. R divides P.
+        moved_bytes_RR: of weights that go from each rank to each for this batch, float64; None = none go.
+    """
+
+    expert_P: NDArray[np.int64]
+    turn_N: NDArray[np.int64]
+    turns_E: NDArray[np.int64]
+    before_RE: NDArray[np.int64]
+    moved_bytes_RR: NDArray[np.float64] | None = None
+
+    @staticmethod
+    def contiguous(num_experts: int, num_ranks: int) -> Slots:
+        """Expert e in slot e, Megatron-Core's own placement."""
+        return Slots._in_turn(np.arange(num_experts), num_experts, num_ranks)
+
+    @staticmethod
+    def of_batch(balanced: Balanced, counts_RE: NDArray[np.int64], expert_bytes: float) -> Slots:
+        """A batch as a balancer has it, where ranks have ``counts_RE`` pairs; nobody sends to a free slot."""
+        num_ranks, num_experts = counts_RE.shape
+        expert_RS = balanced.slot_expert_P.reshape(num_ranks, -1)
+        expert_P = np.where(expert_RS == FREE, expert_RS[:, :1], expert_RS).ravel()
+        moved_RR = balanced.moved_RR(num_ranks) * expert_bytes if balanced.moves else None
+        if balanced.pairs_P is None:
+            return Slots._in_turn(expert_P, num_experts, num_ranks, moved_RR)
+        slots_E = [np.flatnonzero(expert_P == expert) for expert in range(num_experts)]
+        turns_E = [_interleaved(slots, balanced.pairs_P[slots]) for slots in slots_E]
+        before_RE = counts_RE.cumsum(axis=0) - counts_RE
+        return Slots(expert_P, np.concatenate(turns_E), np.array(list(map(len, turns_E))), before_RE, moved_RR)
+
+    @staticmethod
+    def _in_turn(
+        expert_P: NDArray[np.int64],
+        num_experts: int,
+        num_ranks: int,
+        moved_RR: NDArray[np.float64] | None = None,
+    ) -> Slots:
+        """Give an expert's slots its pairs in turn; rank r begins with the r-th, so that few pairs do not all meet."""
+        before_RE = np.repeat(np.arange(num_ranks)[:, None], num_experts, axis=1)
+        turns_E = np.bincount(expert_P, minlength=num_experts)
+        return Slots(expert_P, expert_P.argsort(kind="stable"), turns_E, before_RE, moved_RR)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.before_RE)
+
+    @property
+    def first_E(self) -> NDArray[np.int64]:  # noqa: N802
+        """Where each expert's turns begin."""
+        return self.turns_E.cumsum() - self.turns_E
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether every expert has the slot of its own number alone."""
+        return np.array_equal(self.expert_P, np.arange(len(self.turns_E)))
+
+    def counts(
+        self,
+        map_TE: Tensor,
+        rank: int,
+        ranks_per_node: int = RANKS_PER_NODE,
+        before_E: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.int64], ...]:
+        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R] and to each node [N].
+
+        Args:
+            before_E: pairs of each expert ahead of these; None = of the ranks before.
+        """
+        from moe_ep_bench.kernels.counting import slot_counts  # numba takes its time
+
+        of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank] if before_E is None else before_E
+        sizes = len(self.expert_P), self.num_ranks, ranks_per_node
+        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, *sizes)
+
+    def parts(self, map_TE: Tensor, rank: int, ranks_per_node: int, num_parts: int) -> list[dict[str, Any]]:
+        """Of a rank's micro-batches, by ``metrics``' names, what each sends."""
+        rows, before_E = [], self.before_RE[rank]
+        for map_PE in map_TE.tensor_split(num_parts):
+            counts = self.counts(map_PE, rank, ranks_per_node, before_E)
+            rows.append(
+                {"num_tokens": len(map_PE), **dict(zip(("slot_load_P", "copies_R", "copies_N"), counts, strict=True))}
+            )
+            before_E = before_E + map_PE.sum(dim=0).cpu().numpy()
+        return rows
+
+    def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
+        """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
+
+        ``slot_load_P`` are pairs by slot, int64 [P].
+        """
+        counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
+        counts_RS = counts_P.reshape(self.num_ranks, -1)
+        load_R, moved_RR = counts_RS.sum(axis=1), self.moved_bytes_RR
+        return {
+            "slot_load_P": counts_P,
+            "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
+            "load_R": load_R,
+            "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
+            "crossing_pairs": int(load_R.sum() - load_R[rank]),
+            "crossing_copies": int(copies_R.sum() - copies_R[rank]),
+            "crossing_node_copies": int(copies_N.sum() - copies_N[rank // ranks_per_node]),
+            "copies_R": copies_R,
+            "copies_N": copies_N,
+        }
+
+
+def _interleaved(slot_I: NDArray[np.int64], pairs_I: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An expert's turns, each of its slots as often as it computes pairs: int64 [N], at least one.
+
+    Slots are interleaved, so that every rank sends each of them about the same share.
+    """
+    if not pairs_I.any():
+        return slot_I[:1]
+    place_N = np.concatenate([(np.arange(pairs) + 0.5) / pairs for pairs in pairs_I if pairs])
+    return np.repeat(slot_I, pairs_I)[place_N.argsort(kind="stable")]

@@ -13,7 +13,7 @@ from graph_laws import TopKOnDevice
 from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
-from moe_ep_bench.bench import measuring, session
+from moe_ep_bench.bench import real_ranks
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import PolicyForm
 from moe_ep_bench.layer import components, parts
@@ -43,10 +43,9 @@ if __name__ == "__main__":
     with (
         mock.patch.object(parts.Parts, "choose", staticmethod(_choose)),
         mock.patch.object(PolicyForm, "runs", return_value="torch"),  # A tape holds torch's operations alone.
-        mock.patch.object(measuring, "Graph", TapeGraph),
+        mock.patch.object(real_ranks, "Graph", TapeGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle"),
-        mock.patch.object(measuring, "clock_for", return_value=TapeClock()),
-        mock.patch.object(session, "clock_for", return_value=TapeClock()),
+        mock.patch.object(real_ranks, "clock_for", return_value=TapeClock()),
         mock.patch.object(components, "decode_experts", dense_decode_experts),
         mock.patch.object(Pruned, "select", _unseen),
         mock.patch.object(TopK, "select", TopKOnDevice.route),

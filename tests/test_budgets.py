@@ -11,8 +11,8 @@ import yaml
 from policy_cases import random_scores
 from trace_files import write_trace
 
-from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy

@@ -68,7 +68,7 @@ def test_help_and_the_points_of_a_sweep_need_no_torch() -> None:
 def test_results_go_below_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     fake = SimpleNamespace(emulate=lambda comparisons, out, **__: seen.append(out) or USER_ERROR)
-    monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.run", fake)
+    monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.commands", fake)
     asked = ["emulate", str(ROOT / "configs/quickstart.yaml"), "--set", "emulate.links=pcie5"]
     assert cli.main(asked) == USER_ERROR
     assert seen == [Path("results/quickstart")]

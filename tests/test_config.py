@@ -9,9 +9,9 @@ import pytest
 import yaml
 from test_workload import digest_of, top_k_load
 
-from moe_ep_bench.bench.comparison import RANKS, Comparison, is_drawn
 from moe_ep_bench.bench.description import workload_facts
-from moe_ep_bench.bench.plan import compare, plan_experiments
+from moe_ep_bench.bench.plan import make_point, plan_experiments
+from moe_ep_bench.bench.point import RANKS, Point, is_drawn
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -31,8 +31,8 @@ def experiment(folder: Path, *, model: dict | None = None, workload: dict | None
     return load_experiments(path, on_cpu=True)[0]
 
 
-def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Comparison:
-    return compare(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
+def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Point:
+    return make_point(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
 
 
 @pytest.mark.parametrize("skew", SKEWS)
@@ -70,7 +70,7 @@ def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_o
         assert len({int(load_R.max()) for load_R in loads}) == 3, "draws differ"
 
 
-def skewed(folder: Path, ep_size: int, seed: int) -> Comparison:
+def skewed(folder: Path, ep_size: int, seed: int) -> Point:
     """Of a model of which nothing was recorded."""
     workload = {"skew": "single_domain", "num_tokens": 2048, "seed": seed}
     return comparison(folder, ep_size, model={"preset": "qwen3-235b-a22b", "scale": 0.03125}, workload=workload)
@@ -194,7 +194,7 @@ def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_workin
 
 
 def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
-    def planned(**workload: object) -> Comparison:
+    def planned(**workload: object) -> Point:
         return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
 
     plain, masked = planned(), planned(padding_per_rank=3)

@@ -15,9 +15,9 @@ from test_workload import top_k_load
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import milliseconds
-from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import workload_facts
-from moe_ep_bench.bench.plan import compare
+from moe_ep_bench.bench.plan import make_point
+from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -66,7 +66,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
     found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
     assert [one.workload.layer for one in found] == [0, 1]
     for one, count_E in zip(found, COUNTS[1:], strict=True):
-        comparison = compare(one, ROUTING, on_cpu=True)
+        comparison = make_point(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = workload_facts(comparison).description
@@ -149,4 +149,4 @@ def test_counts_that_do_not_suit_a_config_are_one_line(
     path = config(tmp_path, **asked)
     path.write_text(path.read_text().replace("top_k: 1", f"top_k: {top_k}"))
     with pytest.raises(UserError, match=f"^{words}$"):
-        compare(load_experiments(path, on_cpu=True)[0], ROUTING, on_cpu=True)
+        make_point(load_experiments(path, on_cpu=True)[0], ROUTING, on_cpu=True)

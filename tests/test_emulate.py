@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -17,10 +16,13 @@ from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, write_config
 
 from moe_ep_bench.analysis.columns import short_labels
-from moe_ep_bench.bench import measured_ranks, virtual
-from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
+from moe_ep_bench.bench import emulated_ranks
+from moe_ep_bench.bench.measure import Case
+from moe_ep_bench.bench.meetings import exchange_us
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.virtual import Emulation, exchange_us
+from moe_ep_bench.bench.point import VIRTUAL, Point
+from moe_ep_bench.bench.result import Result
+from moe_ep_bench.bench.virtual_ranks import VirtualRanks
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
 from moe_ep_bench.cost_model.devices import Device
@@ -72,22 +74,22 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     assert (routing.reference_error.notna() == (routing.batch == 0)).all(), "few tokens of one batch are checked"
 
 
-def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises, wrong, none, right = cases = [Mock(case_id=name) for name in ("raises", "wrong", "no number", "right")]
-    errors = {raises: lambda: [][0], wrong: lambda: 1.0, none: lambda: float("nan"), right: lambda: 0.0}
-    small = SimpleNamespace(error=lambda router, layer: errors[router.case]())
-    monkeypatch.setattr(measured_ranks, "SmallLayers", lambda *_: small)
-    emulation, survived = Emulation.__new__(Emulation), []
-    emulation.comparison, emulation.errors = SimpleNamespace(workloads=[0, 1]), {}
-    emulation.device, emulation.begin = None, lambda case_id: None
-    emulation.routed = SimpleNamespace(routers=[SimpleNamespace(case=case) for case in cases])
+def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay() -> None:
+    errors = {"raises": lambda: [][0], "wrong": lambda: 1.0, "no number": lambda: float("nan"), "right": lambda: 0.0}
+    ranks, recorded = VirtualRanks.__new__(VirtualRanks), []
+    ranks.point, ranks.errors, ranks.result = SimpleNamespace(workloads=[0, 1]), {}, Result()
+    ranks.cases, ranks.begin = [Case(SimpleNamespace(case_id=name), ranks) for name in errors], lambda case_id: None
+    ranks.job = SimpleNamespace(record_failure=lambda error: (recorded.append(error), "failed: IndexError: no 0")[1])
+    ranks.small = SimpleNamespace(error=lambda case, layer: errors[case.case_id]())
+    ranks.check()
     differs = "output differs from the dense reference by {} in layer 0"
-    reasons = {raises: "failed: IndexError", wrong: differs.format(1), none: differs.format("nan")}
-    failed = emulation.check(lambda error: (survived.append(error), "failed: IndexError")[1])
-    assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
-    assert [type(error) for error in survived] == [IndexError]
-    assert emulation.cases == [right]
-    assert {key: error for key, error in emulation.errors.items() if error == error} == {
+    reasons = {"raises": "IndexError: no 0", "wrong": differs.format(1), "no number": differs.format("nan")}
+    unmeasured = ranks.result.unmeasured
+    assert {status for status, _ in unmeasured.values()} == {"failed"}
+    assert {case_id: words.partition(", allowed")[0] for case_id, (_, words) in unmeasured.items()} == reasons
+    assert [type(error) for error in recorded] == [IndexError]
+    assert [case.case_id for case in ranks.cases] == ["right"]
+    assert {key: error for key, error in ranks.errors.items() if error == error} == {
         ("wrong", 0): 1.0, ("right", 0): 0.0, ("right", 1): 0.0
     }  # fmt: skip
 
@@ -103,19 +105,19 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
 ) -> None:
     modelled, sweep = H100, {"workload.seed": [0, 1]}
     config, out = write_config(tmp_path, layer__ep_size=4, emulate=modelled, sweep=sweep), tmp_path / "out"
-    comparisons, model = plan(config, [], VIRTUAL, on_cpu=True), virtual.modelled_time
+    comparisons, model = plan(config, [], VIRTUAL, on_cpu=True), emulated_ranks.modelled_time
 
-    def until_interrupted(comparison: Comparison, *arguments: object) -> RankTime:
+    def until_interrupted(comparison: Point, *arguments: object) -> RankTime:
         if comparison.comparison_id != comparisons[0].comparison_id:
             raise KeyboardInterrupt
         return model(comparison, *arguments)
 
-    monkeypatch.setattr(virtual, "modelled_time", until_interrupted)
+    monkeypatch.setattr(emulated_ranks, "modelled_time", until_interrupted)
     assert main(["emulate", str(config), "--out", str(out)]) == 128 + signal.SIGINT
     kept = written(out)
     assert set(kept) == {case.case_id for case in comparisons[0].cases}
     assert "moe-ep-bench: stopped: what is finished is kept" in capfd.readouterr().err
-    monkeypatch.setattr(virtual, "modelled_time", model)
+    monkeypatch.setattr(emulated_ranks, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK
     assert {name: when for name, when in written(out).items() if name in kept} == kept
 

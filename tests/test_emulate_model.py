@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,10 @@ import pytest
 import torch
 from test_model_run import KEY, parts, write_config
 
-from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.virtual import Emulation, modelled_times
+from moe_ep_bench.bench.point import VIRTUAL
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import OK
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
@@ -108,16 +108,16 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     lengths_R = comparison.lengths_of_ranks(0)
     assert sum(map(sum, lengths_R)) == comparison.num_tokens
     begun: list[str] = []
-    emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
-    emulation.time(partial(modelled_times, comparison))
+    ranks = ModelledRanks(comparison, comparison.cases, torch.device("cpu"), begun.append)
+    measure_point(ranks, ranks.begin)
     routed = len(comparison.workloads) * comparison.workload.num_batches
     assert len(begun) == comparison.iterations_per_case * len(comparison.cases) + routed
-    total = emulation.columns.index(TOTAL)
-    slowest_us = [samples_RBC[..., total].max(axis=0) for samples_RBC in emulation.samples.values()]
+    total = ranks.columns.index(TOTAL)
+    slowest_us = [samples_RBC[..., total].max(axis=0) for samples_RBC in ranks.samples.values()]
     native_us, again_us, topk_us, drop_us, _ = slowest_us
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
     assert (drop_us < topk_us).all()
-    native_RBC = emulation.samples[comparison.cases[0].case_id]
+    native_RBC = ranks.samples[comparison.cases[0].case_id]
     parts_RBC = np.delete(native_RBC, [total, total + 1, total + 2], axis=-1)
     np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), native_RBC[..., total])

@@ -14,8 +14,8 @@ import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.checks import VIRTUAL
+from moe_ep_bench.bench.meetings import sent_copies
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.virtual import sent_copies
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.exchanges import Exchange, reached

@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_ep_bench.analysis import cases
 from moe_ep_bench.analysis.columns import render
 from moe_ep_bench.analysis.tables import tables
-from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK
 from moe_ep_bench.policies import RoutingContext, make_policy

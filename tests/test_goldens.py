@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from moe_ep_bench.analysis import style
 from moe_ep_bench.analysis.papers import load_claims, write_claims
 from moe_ep_bench.analysis.validate import write_validation
-from moe_ep_bench.bench.run import route
+from moe_ep_bench.bench.commands import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import ValidationDirectory
 

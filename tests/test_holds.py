@@ -17,14 +17,15 @@ import torch
 from virtual_time import HandClock
 
 from moe_ep_bench.analysis.store import paced
-from moe_ep_bench.bench import measured_ranks
-from moe_ep_bench.bench.measured_ranks import MeasuredRanks, RankCase, VirtualRanks
+from moe_ep_bench.bench.measure import Case
+from moe_ep_bench.bench.virtual_ranks import VirtualRanks
+from moe_ep_bench.bench.virtual_stack import VirtualStack
 from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.schema import HOST, HOST_BUSY, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import syncs
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import PLAIN, Step
+from moe_ep_bench.timing.protocol import PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch, timed
 
 
@@ -288,43 +289,36 @@ def test_each_rank_batch_and_case_has_its_own_slower_one_and_phases_leave_the_re
 # ---- virtual ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_the_last_rounds_of_each_virtual_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Case:
-        def __init__(self, ranks: object, router: SimpleNamespace, *of_rank: object) -> None:
-            self.case_id = router.case_id
-
-        def time(self, step: Step) -> tuple[str, int, int]:
-            return self.case_id, step.rank, step.iteration
-
-    monkeypatch.setattr(measured_ranks, "RankCase", Case)
-    ranks, measure = MeasuredRanks.__new__(MeasuredRanks), MeasureConfig(iterations=3)
-    ranks.virtual = SimpleNamespace(group=SimpleNamespace(size=lambda: 2))
-    ranks._comparison = SimpleNamespace(experiment=SimpleNamespace(measure=measure), workloads=[None])
-    batches, traffic = SimpleNamespace(share=lambda *_: None), SimpleNamespace(index=0)
-    routed = [(SimpleNamespace(case_id=name, batches=batches), traffic) for name in ("native", "topk")]
-    last = range(measure.fewest_rounds)[-3:]
-    expected = [[[(name, rank, number) for number in last] for rank in range(2)] for name in ("native", "topk")]
-    assert ranks.times(routed, lambda case_id: None) == expected
+def test_the_last_rounds_of_each_virtual_rank_count() -> None:
+    ranks, settings = VirtualRanks.__new__(VirtualRanks), MeasureConfig(iterations=3)
+    ranks.settings, ranks.num_ranks, kept = settings, 2, []
+    cases = [SimpleNamespace(case_id=name, time=lambda step: step) for name in ("native", "topk")]
+    measure(cases, ranks.steps(0), lambda case_id: None, lambda case, step, taken: kept.append((case, taken)))
+    last = range(settings.fewest_rounds)[-3:]
+    for number in range(2):
+        found = [(step.iteration, step.rank) for case, step in kept if case == number]
+        assert found == [(iteration, rank) for iteration in last for rank in range(2)]
+    assert len(kept) == 2 * 3 * 2
 
 
 def test_virtual_ranks_note_where_their_host_waits_unclocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first iteration, which does not count: torch looks at every operation for it."""
     clock = HandClock()
     monkeypatch.setattr(clock, "unseen", lambda: contextlib.nullcontext(["mine.py:7", "mine.py:7"]))
-    monkeypatch.setattr(RankCase, "ready", lambda *_: contextlib.nullcontext(lambda: None))
-    watch = Stopwatch(PhaseRecorder(clock), timer_module.no_meeting, None)
-    ranks: Any = SimpleNamespace(watch=watch, virtual=SimpleNamespace(), unclocked={})
-    router: Any = SimpleNamespace(case=SimpleNamespace(case_id="topk"))
-    case = RankCase(ranks, router, None, 0, {})
+    monkeypatch.setattr(VirtualRanks, "ready", lambda *_: contextlib.nullcontext(lambda: None))
+    ranks = VirtualRanks.__new__(VirtualRanks)
+    ranks.watch = Stopwatch(PhaseRecorder(clock), timer_module.no_meeting, None)
+    ranks.virtual = SimpleNamespace()
+    case = Case(SimpleNamespace(case_id="topk"), ranks)
     case.time(Step(0, 1, PLAIN))
-    assert ranks.unclocked == {}
+    assert case.unclocked == []
     case.time(Step(0, 0, PLAIN))
-    assert ranks.unclocked == {"topk": ["mine.py:7"]}
+    assert case.unclocked == ["mine.py:7"]
 
 
 def test_virtual_ranks_compute_on_what_a_layers_norm_gives() -> None:
     """Numbers of one sign change fewer bits, and draw less power, than hidden states do."""
-    ranks = VirtualRanks.__new__(VirtualRanks)
+    ranks = VirtualStack.__new__(VirtualStack)
     ranks._buffers, ranks._generator = {}, torch.Generator().manual_seed(1)
     rows_ND = ranks._buffer(1000, torch.empty(0, 64, dtype=torch.bfloat16)).float()
     weights_N = ranks._buffer(1000, torch.empty(0))

@@ -15,9 +15,9 @@ from test_run import launch
 from trace_files import write_trace
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import held_here
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import RANKS
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK
 from moe_ep_bench.schema import (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from moe_ep_bench.analysis.cases import load
-from moe_ep_bench.bench.plan import VIRTUAL, compare
+from moe_ep_bench.bench.plan import VIRTUAL, make_point
 from moe_ep_bench.bench.question import Bounds, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
@@ -125,9 +125,9 @@ def config(**keys: Any) -> Experiment:
 )
 def test_a_modelled_layer_has_the_checkpoints_dtype_where_none_is_given(preset: str, device: str, dtype: str) -> None:
     keys = {"model": {"preset": preset}, "emulate": {"links": "h100-nvlink4", "device": device}}
-    comparison = compare(config(**keys), VIRTUAL, on_cpu=True)
+    comparison = make_point(config(**keys), VIRTUAL, on_cpu=True)
     assert comparison.experiment.layer.dtype == dtype
-    asked = compare(config(**keys, layer={"ep_size": 8, "dtype": "bfloat16"}), VIRTUAL, on_cpu=True)
+    asked = make_point(config(**keys, layer={"ep_size": 8, "dtype": "bfloat16"}), VIRTUAL, on_cpu=True)
     assert asked.experiment.layer.dtype == "bfloat16"
     # What a model says of its checkpoint decides nothing else.
     assert (asked.comparison_id == comparison.comparison_id) == (dtype == "bfloat16")
@@ -135,7 +135,7 @@ def test_a_modelled_layer_has_the_checkpoints_dtype_where_none_is_given(preset: 
 
 def test_what_runs_here_keeps_bfloat16() -> None:
     experiment = config(model={"preset": "gpt-oss-20b", "scale": 0.03125}, emulate={"links": "h100-nvlink4"})
-    assert compare(experiment, VIRTUAL, on_cpu=True).experiment.layer.dtype == "bfloat16"
+    assert make_point(experiment, VIRTUAL, on_cpu=True).experiment.layer.dtype == "bfloat16"
 
 
 def test_fp8_experts_take_less_than_bfloat16_on_a_roofline() -> None:
@@ -227,7 +227,7 @@ def test_a_step_of_decode_takes_masked_rows_behind_low_latency_dispatch() -> Non
         layer={"ep_size": 32},
         emulate={"links": "table:h200_sxm", "device": "table:h200_sxm"},
     )
-    comparison = compare(experiment, VIRTUAL, on_cpu=True)
+    comparison = make_point(experiment, VIRTUAL, on_cpu=True)
     assert comparison.links is not None
     assert comparison.device is not None
     assert comparison.links.exchange.name.endswith("/deepep_ll")

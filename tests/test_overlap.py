@@ -12,11 +12,13 @@ import torch
 import yaml
 
 from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.measure import measure_point
+from moe_ep_bench.bench.meetings import HELD_SMS, exchange_us, held_share
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.routing import Batches, CaseRouter
-from moe_ep_bench.bench.traffic import RoutedBatches
-from moe_ep_bench.bench.virtual import HELD_SMS, Emulation, exchange_us, held_share, modelled_times
+from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.traffic import route_batch
 from moe_ep_bench.cost_model.devices import SENT_BYTES
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import TOTAL
@@ -44,32 +46,32 @@ CONFIG: dict[str, Any] = {
 REPLICAS = {"replication": [{"spare_per_rank": 2}], "rebalance": [{"name": "llep", "least_pairs": 1}]}
 
 
-def planned(folder: Path, *overrides: str, **emulate: Any) -> Comparison:
+def planned(folder: Path, *overrides: str, **emulate: Any) -> Point:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({**CONFIG, "emulate": {**CONFIG["emulate"], **emulate}}))
     return plan(path, overrides, VIRTUAL, on_cpu=True)[0]
 
 
-def totals(comparison: Comparison) -> dict[str, float]:
+def totals(comparison: Point) -> dict[str, float]:
     """Of each case the slowest rank's time in batch 0, in microseconds."""
-    emulation = Emulation(comparison, comparison.cases, CPU, lambda _: None)
-    with torch.inference_mode():
-        emulation.time(lambda routed, begin: modelled_times(comparison, routed, begin))
-    at = emulation.columns.index(TOTAL)
-    return {case.label + case.role: emulation.samples[case.case_id][:, 0, at].max() for case in comparison.cases}
+    ranks = ModelledRanks(comparison, comparison.cases, CPU, lambda _: None)
+    measure_point(ranks, ranks.begin)
+    at = ranks.columns.index(TOTAL)
+    return {case.label + case.role: ranks.samples[case.case_id][:, 0, at].max() for case in comparison.cases}
 
 
 def test_micro_batches_are_a_batch_cut_in_two(tmp_path: Path) -> None:
     comparison = planned(tmp_path, **REPLICAS)
     assert comparison.backend == MODELLED
     with torch.inference_mode():
-        for router, traffic in RoutedBatches(comparison, comparison.cases, CPU).route(0):
+        batch = route_batch(Router(comparison, CPU), comparison.cases, 0)
+        for case, traffic in zip(comparison.cases, batch, strict=True):
             whole, first, second = traffic.layers[None], *[part.layers[None] for part in traffic.parts(2)]
             assert [part.number for part in traffic.parts(2)] == [0, 1]
             assert [first.num_tokens_R, second.num_tokens_R] == [[51] * 4, [50] * 4]
-            assert (first.counts_RP + second.counts_RP == whole.counts_RP).all(), router.case.label
+            assert (first.counts_RP + second.counts_RP == whole.counts_RP).all(), case.label
             for of in ("rank", "node"):
-                assert (first.copies(of) + second.copies(of) == whole.copies(of)).all(), router.case.label
+                assert (first.copies(of) + second.copies(of) == whole.copies(of)).all(), case.label
             assert first.slots.moved_bytes_RR is whole.slots.moved_bytes_RR
             assert second.slots.moved_bytes_RR is None, "weights move once for both"
 
@@ -77,25 +79,24 @@ def test_micro_batches_are_a_batch_cut_in_two(tmp_path: Path) -> None:
 def test_each_micro_batch_is_routed_by_itself(tmp_path: Path) -> None:
     """As a batch of half the tokens would be: capacities, statistics of all ranks, and draws are its own."""
     comparison, whole = planned(tmp_path), planned(tmp_path, overlap="none")
-    batches = Batches(comparison, CPU)
+    router, alone = Router(comparison, CPU), Router(whole, CPU)
     with torch.inference_mode():
         for case in comparison.cases:
-            router = CaseRouter(case, batches)
-            parts_R = [batches.share(None, 0, rank).of(case).parts(2) for rank in range(4)]
-            stats = [router.stats_of(batches.share(None, 0, rank).of(case)) for rank in range(4)]
+            tokens_R = [router.tokens(None, 0, rank).seen_by(case) for rank in range(4)]
+            parts_R = [tokens.parts(2) for tokens in tokens_R]
+            stats = [router.stats_of(case, tokens) for tokens in tokens_R]
             stats_MSE = None if stats[0] is None else sum(stats)
-            found = [router.route(batches.share(None, 0, rank).of(case), stats_MSE) for rank in range(4)]
+            found = [router.route(case, tokens, stats_MSE) for tokens in tokens_R]
             for number in range(2):
                 ours = [parts[number] for parts in parts_R]
-                alone = CaseRouter(case, Batches(whole, CPU))
-                of_part = [alone.stats_of(part) for part in ours]
+                of_part = [alone.stats_of(case, part) for part in ours]
                 summed = None if of_part[0] is None else sum(of_part)
                 for rank, part in enumerate(ours):
-                    expected = alone.route(part, summed)
+                    expected = alone.route(case, part, summed)
                     at = slice(0, 51) if number == 0 else slice(51, 101)
                     assert torch.equal(found[rank].map_TE[at], expected.map_TE), case.label
                     assert torch.equal(found[rank].weights_TE[at], expected.weights_TE), case.label
-        drawn = [router.context(part).generator.initial_seed() for part in parts_R[0]]
+        drawn = [router.context(case, part).generator.initial_seed() for part in parts_R[0]]
         assert drawn[0] != drawn[1]
 
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 from trace_files import write_trace
 
-from moe_ep_bench.bench.comparison import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run, workload_facts
-from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.routing import Batches
+from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
+from moe_ep_bench.bench.point import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Point
+from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.errors import UserError
 
 CONFIG = {
@@ -38,12 +38,12 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def on(backend: str, config: Path, *overrides: str) -> list[Comparison]:
+def on(backend: str, config: Path, *overrides: str) -> list[Point]:
     device = [DEVICE] if backend == MODELLED else []
     return list(plan(config, [*overrides, *device], backend, NUM_RANKS, on_cpu=True))
 
 
-def cases(comparison: Comparison) -> list[tuple[str, str, dict]]:
+def cases(comparison: Point) -> list[tuple[str, str, dict]]:
     return [(case.role, case.label, case.params) for case in comparison.cases]
 
 
@@ -82,8 +82,8 @@ def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
 
 def test_ranks_beyond_a_group_of_experts_have_their_place_in_the_next_one(config: Path) -> None:
     one = on(RANKS, config, "layer.ep_size=2")[0]
-    batches, layer = Batches(one, torch.device("cpu")), next(iter(one.workloads))
-    shares = [batches.share(layer, 0, rank) for rank in range(NUM_RANKS)]
+    router, layer = Router(one, torch.device("cpu")), next(iter(one.workloads))
+    shares = [router.tokens(layer, 0, rank) for rank in range(NUM_RANKS)]
     assert [(share.rank, share.context.rank) for share in shares] == [(0, 0), (1, 1), (2, 0), (3, 1)]
 
 
@@ -187,3 +187,19 @@ def test_a_title_names_what_takes_the_place_of_a_skews_own_load(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
     assert one.traffic == words
+
+
+def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path) -> None:
+    planned = on(RANKS, config)
+    text = plan_text(planned)
+    config.unlink()
+    found = read_plan(text, NUM_RANKS)
+    assert [one.definition for one in found] == [one.definition for one in planned]
+    assert [cases(one) for one in found] == [cases(one) for one in planned]
+    assert [one.experiment.point for one in found] == [one.experiment.point for one in planned]
+    assert [one.experiment for one in found] == [one.experiment for one in planned]
+    assert plan_hash(found) == plan_hash(planned) != plan_hash(planned[:1])
+    with pytest.raises(UserError, match="the plan: expected the cases of"):
+        read_plan(text.replace(plan_hash(planned), plan_hash(planned[:1])), NUM_RANKS)
+    with pytest.raises(UserError, match="the plan: expected the cases of"):
+        read_plan(text.replace('"seed": 1', '"seed": 2'), NUM_RANKS)

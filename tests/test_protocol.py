@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import HandClock
 
-from moe_ep_bench.bench.rows import Samples
+from moe_ep_bench.bench.result import Samples
 from moe_ep_bench.schema import HOST, THREAD_CPU, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import device as timing_device
 from moe_ep_bench.timing.protocol import (

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from moe_ep_bench.bench.comparison import VIRTUAL
-from moe_ep_bench.bench.plan import compare
+from moe_ep_bench.bench.plan import make_point
+from moe_ep_bench.bench.point import VIRTUAL
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.links import Links
@@ -178,7 +178,7 @@ def test_configs_of_papers_are_sound_and_refer_to_published_numbers_and_a_primar
         assert one.emulate.device == device
         Links.load(one.emulate.links)
         if one.scope == "layer":
-            compare(one, VIRTUAL, on_cpu=True)
+            make_point(one, VIRTUAL, on_cpu=True)
     for number, claim in enumerate(experiments[0].claims):
         assert any(_is_at(one, claim, number) for one in experiments), claim.source
         assert claim.paper in (None, (1.0, None))

@@ -23,7 +23,7 @@ from test_run import environment
 from torch.distributed import DistBackendError
 
 from moe_ep_bench import files
-from moe_ep_bench.bench.run import pending_cases
+from moe_ep_bench.bench.commands import pending_cases
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, hold, is_held, lock_file

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import Balanced, lp
-from moe_ep_bench.bench.routing import Slots
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import other_batches, rank_load, replicate, replicate_by_risk
+from moe_ep_bench.placement import Slots, other_batches, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 some_examples = settings(max_examples=50)

@@ -19,9 +19,9 @@ from moe_ep_bench import balancers
 from moe_ep_bench.analysis.cases import load, routing
 from moe_ep_bench.analysis.columns import render
 from moe_ep_bench.analysis.tables import tables
-from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.commands import route
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.run import route
+from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.machine import provenance

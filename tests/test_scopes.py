@@ -18,9 +18,10 @@ from test_emulate import emulate
 from test_run import launch, routing_of, write_config
 
 from moe_ep_bench.analysis.notes import READING
-from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.commands import route
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.run import route
+from moe_ep_bench.bench.point import ROUTING
+from moe_ep_bench.bench.tokens import tokens
 from moe_ep_bench.errors import OK
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -103,9 +104,10 @@ def test_batches_start_from_the_loads_that_earlier_ones_left(outs: dict[str, Pat
         for batch in range(3):
             before_RE = kept_RE.clone() if carries else torch.zeros(2, NUM_EXPERTS)
             for rank in range(2):
-                tokens = comparison.rank_batch(None, batch, rank)
-                context = RoutingContext(TOP_K, 2, rank, load_E=before_RE[rank], token_mask_T=tokens.valid_T)
-                load_E = expected_routing({**LASER, "carry_loads": carries}, tokens.scores_TE, context).map_TE.sum(0)
+                made = tokens(comparison, None, batch, rank, torch.device("cpu"))
+                mask_T = made.context.token_mask_T
+                context = RoutingContext(TOP_K, 2, rank, load_E=before_RE[rank], token_mask_T=mask_T)
+                load_E = expected_routing({**LASER, "carry_loads": carries}, made.scores_TE, context).map_TE.sum(0)
                 kept_RE[rank] += load_E
                 expected.append(load_E.tolist())
         assert loads[label].tolist() == expected, label

@@ -9,23 +9,24 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import inspection, measuring
+from moe_ep_bench.bench import commands, inspection
 from moe_ep_bench.bench.job import Job
+from moe_ep_bench.bench.real_ranks import RealRanks
+from moe_ep_bench.bench.result import Result
 from moe_ep_bench.layer.graphs import unfit_environment
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import ReportedError
 
 
-def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
     made = mock.Mock()
-    made.measured.side_effect = ReportedError
-    monkeypatch.setattr(measuring, "Measurement", lambda *_: made)
-    for name in ("compute_alone", "expert_parallel_groups"):
-        monkeypatch.setattr(measuring, name, lambda *_: None)
-    ranks = SimpleNamespace(device=torch.device("cpu"), first_error=lambda text: text)
+    made.check.side_effect = ReportedError
+    monkeypatch.setattr(commands, "runner_of", lambda *_: lambda: made)
+    ranks = SimpleNamespace(device=torch.device("cpu"), is_first=False, first_error=lambda error: error)
+    point = mock.MagicMock(cases=[SimpleNamespace(case_id="native")], iterations_per_case=1)
     with pytest.raises(ReportedError):
-        measuring.measure_comparison(mock.Mock(ranks=ranks), mock.MagicMock(), ["native"])
+        commands._measured(mock.Mock(ranks=ranks), point, ["native"])
     assert made.close.called
 
 
@@ -56,40 +57,51 @@ def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.
         Job.record_failure(here, ValueError("no kernel"))
 
 
+def real_ranks(**attributes: object) -> RealRanks:
+    """As much of a runner as a test needs."""
+    runner = RealRanks.__new__(RealRanks)
+    vars(runner).update({"job": mock.Mock(), "captured": None, "dtype": torch.float32, **attributes})
+    return runner
+
+
 @pytest.mark.parametrize("errors", [(math.nan, 0.5), (0.5, math.nan)])
 def test_a_case_that_was_once_no_number_stays_so_and_is_dropped(errors: tuple[float, float]) -> None:
     error = inspection.worse(*errors)
     assert math.isnan(error)
-    dropped: list[str] = []
-    held = mock.Mock(cases=[mock.Mock(error=error, problem="")], dtype=torch.float32)
-    held.job.ranks.all_gather = lambda value: [value]
-    held.drop = lambda case, status, reason: dropped.append(status)
-    inspection.drop_failing(held, "before timing")
-    assert dropped == ["failed"]
+    case = mock.Mock(error=error, problem="", case_id="native")
+    runner = real_ranks(cases=[case], result=Result())
+    runner.job.ranks.all_gather = lambda value: [value]
+    runner.drop_failing("before timing")
+    assert runner.cases == []
+    assert runner.result.unmeasured["native"][0] == "failed"
 
 
 @pytest.mark.parametrize(("shift", "error"), [(0, 0.25), (1, math.inf)])
 def test_a_layer_that_routes_otherwise_than_its_policy_is_wrong_whatever_it_computes(
     shift: int, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "checked_rows", lambda *_: slice(None))
     policy, scores_TE, context = make_policy({"name": "topk"}), torch.rand(4, 8), RoutingContext(top_k=2)
     routing = policy.route(scores_TE, context)
     seen = mock.Mock(routing=Routing(routing.map_TE.roll(shift, 1), routing.weights_TE))
     case = mock.Mock(error=0.0)
-    case.spec.policy, case.session.comparison.ep_size, case.session.device = policy, 1, torch.device("cpu")
-    case.share.return_value.scores_TE, case.router.context.return_value = scores_TE, context
-    case.session.reference.return_value.worst_error.return_value = 0.25
-    assert inspection._reference_error(case, None, seen) == case.error == error
+    case.spec.policy = policy
+    runner = real_ranks(point=mock.Mock(ep_size=1), device=torch.device("cpu"), router=mock.Mock())
+    runner.router.context.return_value = context
+    monkeypatch.setattr(runner, "tokens_of", lambda *_: mock.Mock(scores_TE=scores_TE))
+    monkeypatch.setattr(runner, "_checked_rows", lambda *_: slice(None))
+    monkeypatch.setattr(runner, "reference", lambda *_: mock.Mock(worst_error=lambda *_: 0.25))
+    assert runner._reference_error(case, None, seen) == case.error == error
 
 
 def test_a_layer_that_was_wrong_before_timing_is_not_right_by_the_look_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inspection, "look", lambda *_: mock.Mock(problem="", layers={None: mock.Mock()}))
-    monkeypatch.setattr(inspection, "_reference_error", lambda *_: 0.1)
     case = mock.Mock(rows={(0, None): {"reference_error": 0.7}})
-    inspection.check_again(mock.Mock(cases=[case], captured=None))
+    runner = real_ranks(cases=[case])
+    monkeypatch.setattr(runner, "_look", lambda *_: mock.Mock(problem="", layers={None: mock.Mock()}))
+    monkeypatch.setattr(runner, "_reference_error", lambda *_: 0.1)
+    monkeypatch.setattr(runner, "drop_failing", lambda when: None)
+    runner.check_again()
     assert case.rows[0, None]["reference_error"] == 0.7
 
 

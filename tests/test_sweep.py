@@ -11,9 +11,9 @@ import yaml
 from pydantic import BaseModel
 from trace_files import write_trace
 
-from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.description import point_of
-from moe_ep_bench.bench.plan import compare, plan
+from moe_ep_bench.bench.plan import make_point, plan
+from moe_ep_bench.bench.point import RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -80,9 +80,9 @@ def test_the_table_of_other_values_names_every_key() -> None:
 
 def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
     """What decides the ids of an experiment's comparison on every backend that takes it."""
-    planned = [compare(one, RANKS, 4, on_cpu=True), compare(one, ROUTING, on_cpu=True)]
+    planned = [make_point(one, RANKS, 4, on_cpu=True), make_point(one, ROUTING, on_cpu=True)]
     if key.startswith("emulate."):  # The others it shares with ``run``, or refuses.
-        planned.append(compare(one, VIRTUAL, on_cpu=True))
+        planned.append(make_point(one, VIRTUAL, on_cpu=True))
     return [one.definition for one in planned]
 
 
@@ -135,7 +135,7 @@ def test_an_experiment_knows_where_in_the_sweep_it_stands_and_its_ids_do_not(tmp
     assert [one.point for one in swept] == [((PEAK, peak), (EP_SIZE, size)) for peak in (2.0, 3.0) for size in (1, 2)]
     (alone,) = load_experiments(path, [f"{PEAK}=2.0", f"{EP_SIZE}=1"], on_cpu=True)
     assert alone.point == ()
-    ids = [[case.case_id for case in compare(one, RANKS, 1, on_cpu=True).cases] for one in (swept[0], alone)]
+    ids = [[case.case_id for case in make_point(one, RANKS, 1, on_cpu=True).cases] for one in (swept[0], alone)]
     assert ids[0] == ids[1]
     (tmp_path / "mine.yaml").write_text("")
     path = write(tmp_path, {LINKS: ["h100-nvlink4", "mine.yaml"], EP_SIZE: [None]})

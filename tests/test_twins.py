@@ -19,9 +19,9 @@ from test_route import write_config
 from torch import Tensor
 
 from moe_ep_bench import kernels
-from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import kernels_of
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.facts import Component
 from moe_ep_bench.facts.words import component_words
 from moe_ep_bench.kernels import form_of, has_triton

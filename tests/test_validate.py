@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.validate import (
     verdict_line,
     write_validation,
 )
-from moe_ep_bench.bench import validate as validate_module
+from moe_ep_bench.bench import paired_run as validate_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.config.files import load_experiments

@@ -26,12 +26,13 @@ from layer_laws import (
     uneven,
 )
 
-from moe_ep_bench.bench.comparison import VIRTUAL
-from moe_ep_bench.bench.measured_ranks import Announced, MeasuredRanks, RankCase, VirtualRanks
+from moe_ep_bench.bench.emulated_ranks import modelled_time
+from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.routing import Batches, CaseRouter
-from moe_ep_bench.bench.traffic import Traffic, traffic_of
-from moe_ep_bench.bench.virtual import modelled_time
+from moe_ep_bench.bench.point import VIRTUAL
+from moe_ep_bench.bench.traffic import Traffic, route_layer
+from moe_ep_bench.bench.virtual_ranks import VirtualRanks
+from moe_ep_bench.bench.virtual_stack import Announced, VirtualStack
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.layer.experts import DenseReference, seeded_generator
 from moe_ep_bench.layer.host import HostStream
@@ -41,14 +42,14 @@ from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.models import ModelSpec, logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.timing.protocol import PLAIN, Step
+from moe_ep_bench.timing.protocol import BREAKDOWN, Step
 
 LITE, H20 = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), Device.named("h20")
 
 
 class Lab:
     def __init__(self, ranks: Ranks) -> None:
-        self.device, self.groups = ranks.device, expert_parallel_groups(1, 60)
+        self.ranks, self.device, self.groups = ranks, ranks.device, expert_parallel_groups(1, 60)
 
 
 class OnVirtualRanks:
@@ -57,7 +58,7 @@ class OnVirtualRanks:
     def __init__(self, lab: Lab, model: ModelSpec, build: Callable[..., Stack], sizes: Sequence[int]) -> None:
         """``sizes``: tokens of each rank."""
         self.device, self.model, self.sizes = lab.device, model, sizes
-        self.virtual = VirtualRanks(build, len(sizes))
+        self.virtual = VirtualStack(build, len(sizes))
         self.stack = self.virtual.stack
         self.scores = {
             layer: skewed_scores(model, sum(sizes), seed=layer or 7).to(lab.device).split(sizes)
@@ -165,26 +166,27 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
             config = Path(folder) / "config.yaml"
             config.write_text(CONFIG)
             (comparison,) = plan(config, [f"layer.ep_size={num_ranks}"], VIRTUAL, on_cpu=True)
-        batches, timer = Batches(comparison, lab.device), MeasuredRanks(comparison, lab.device)
-        layer = timer.virtual.stack.forms[None].native
-        for case in comparison.cases[:4]:
-            router = CaseRouter(case, batches)
-            (of_layer,) = traffic_of(batches, None, 0, [router])
-            traffic = Traffic(0, {None: of_layer})
+        job = mock.Mock(spec=Job, ranks=lab.ranks)
+        runner = VirtualRanks(job, comparison, comparison.cases[:4])
+        layer = runner.stack.forms[None].native
+        for running in runner.cases:
+            case = running.spec
+            (of_layer,) = route_layer(runner.router, [case], None, 0)
+            traffic = runner.traffic[case.case_id] = Traffic(0, {None: of_layer})
             for rank in range(0, num_ranks, 3):
-                tokens = batches.share(None, 0, rank)
                 seen: list[torch.Tensor] = []
                 waits: list[object] = []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
                 with mock.patch.object(HostStream, "synchronize", lambda event, waits=waits: waits.append(event)):
-                    took = RankCase(timer, router, traffic, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
+                    (took,) = runner.time(running, Step(0, 0, BREAKDOWN, rank))
                 hook.remove()
                 assert waits, f"{case.label}: the host paces no layer in which it waits for its device"
                 assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], case.label
-                modelled = modelled_time(replace(comparison, device=H20), router, traffic, rank)
+                modelled = modelled_time(replace(comparison, device=H20), case, traffic, rank)
                 assert took.meetings == modelled.meetings, case.label
                 assert [list(leg) for leg in took.legs] == [list(leg) for leg in modelled.legs], case.label
                 if num_ranks > 1:
-                    other = Traffic(0, {None: replace(of_layer, rows_R=of_layer.rows_R[::-1])})
+                    runner.traffic[case.case_id] = Traffic(0, {None: replace(of_layer, rows_R=of_layer.rows_R[::-1])})
                     with pytest.raises(RuntimeError, match="sends other counts"):
-                        RankCase(timer, router, other, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
+                        runner.time(running, Step(0, 0, BREAKDOWN, rank))
+                    runner.traffic[case.case_id] = traffic

@@ -227,7 +227,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         ep_group=rows["rank"] // num_ranks, **{name: np.nan for name in SENT.values() if name not in rows}
     )
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
-    # Of which every unit has a row (written by ``bench.rows``).
+    # Of which every unit has a row (written by ``bench.result``).
     num_sources = rows["rank"].nunique() // rows["ep_group"].nunique()
     num_units = len(rows) // num_sources
 

@@ -1,24 +1,28 @@
-"""Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in nine files:
+"""Plans, points and runners. From ``run CONFIG`` to a row of Parquet:
 
 ``cli/__init__``      reads the command line
-``bench/run``         has torchrun start ranks, which agree and measure what is left, under a guard
-``bench/plan``        config -> comparisons (``comparison``), with their cases, workloads and ids
-``bench/session``     this rank's layers, batches and cases
-``bench/measuring``   the steps of their measurement, which ranks take together
-``bench/routing``     a rank's tokens as a case sees them, and how it routes them
+``bench/commands``    has torchrun start ranks, which agree and measure what is left, under a guard
+``bench/plan``        config -> points (``point``), with their cases, workloads and ids; ranks get them as JSON
+``bench/tokens``      a point, a layer, a batch and a rank -> tokens
+``bench/routing``     a case and tokens -> routing, and what all ranks' earlier routing decides
+``bench/measure``     the protocol: check, warm up, time, check again
+``bench/real_ranks``  its steps on this rank among others
 ``layer/stack``       Megatron-Core's layers in both forms, native and policy
 ``timing/protocol``   the measuring loop; ``timing/timer`` is one iteration
-``bench/rows``        samples and metrics of all ranks -> columns
+``bench/result``      what was found on all ranks -> columns
 ``results``           columns -> an atomic part
 
-``emulate`` and ``advise`` differ in the middle: ``traffic`` routes all ranks' batches, and ``virtual`` sets one rank
-after another side by side. ``route`` ends behind ``traffic``. Beside that path
+``emulate`` and ``advise`` differ in the runner: ``emulated_ranks`` routes each batch on all ranks (``traffic``) and
+sets their times side by side, of a modelled device or (``virtual_ranks``) of this one. ``route`` ends at ``traffic``.
+Beside that path
 
 ``checks``            what a config asks for and a backend cannot do
-``description``       a comparison in ``run.json``
-``inspection``        what layers chose and computed, held against the reference
+``description``       a point in ``run.json``
+``inspection``        what layers chose and computed in one run
 ``job``               what this rank keeps of what it tries
-``measured_ranks``    many ranks on the device that is here: their times, and their values beside the reference
+``layer_runner``      what real and virtual ranks share: a layer that is put in place and timed
+``meetings``          what links take for what virtual ranks exchange
+``paired_run``        emulated ranks beside real ones, for ``validate``
 ``question``          what ``advise`` is asked -> a config and its plan
-``validate``          emulated ranks beside real ones
+``virtual_stack``     a layer seen from each of many ranks, with answers where they would meet
 """

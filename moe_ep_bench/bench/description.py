@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.point import Point
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import FP8, PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
@@ -81,7 +81,7 @@ def run_json(
     }
 
 
-def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Point]) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this, and solves for its batches.
 
     Raises:
@@ -101,12 +101,12 @@ def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Comparis
 # ---- facts -----------------------------------------------------------------------------------------------------------
 
 
-def routed_facts(comparison: Comparison) -> RoutedFacts:
+def routed_facts(comparison: Point) -> RoutedFacts:
     facts = {"group": comparison.routed_alike, "traffic": comparison.traffic, "layer": comparison.layer}
     return RoutedFacts(**_shared(comparison), **facts)
 
 
-def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
+def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
     model, experiment, parts = comparison.model, comparison.experiment, comparison.parts
     collectives = " with its collectives" * (comparison.ep_size > 1)
     facts = {
@@ -141,7 +141,7 @@ def timed_facts(comparison: Comparison, ranks: Ranks) -> TimedFacts:
     return TimedFacts(**_shared(comparison), **facts)
 
 
-def _shared(comparison: Comparison) -> dict[str, Any]:
+def _shared(comparison: Point) -> dict[str, Any]:
     """What is said of any comparison (``facts.ComparisonFacts``)."""
     model = comparison.model
     return {
@@ -167,14 +167,14 @@ def point_of(experiment: Experiment) -> dict[str, Any]:
     return {key: reduce(lambda section, name: section[name], key.split("."), described) for key, _ in experiment.point}
 
 
-def kernels_of(comparison: Comparison) -> Component:
+def kernels_of(comparison: Point) -> Component:
     """All that routed, and why on a GPU Triton did not."""
     ran = {comparison.kernel_of(case) for case in comparison.cases}
     why = triton_lacks() if comparison.on_gpu else ""
     return Component(requested="auto", ran=", ".join(name for name in KERNELS if name in ran), why=why)
 
 
-def workload_facts(comparison: Comparison) -> WorkloadFacts:
+def workload_facts(comparison: Point) -> WorkloadFacts:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
     preset, config = comparison.experiment.model.preset, comparison.experiment.workload
     facts: dict[str, Any] = {**comparison.workload.describe(), "seed": config.seed}
@@ -196,7 +196,7 @@ def workload_facts(comparison: Comparison) -> WorkloadFacts:
     return WorkloadFacts(**{**facts, "description": source + facts["description"]})
 
 
-def links_facts(comparison: Comparison) -> dict[str, Any]:
+def links_facts(comparison: Point) -> dict[str, Any]:
     """The model of what moves between virtual ranks, by field of ``TimedFacts``."""
     links = comparison.links
     assert links is not None
@@ -204,21 +204,21 @@ def links_facts(comparison: Comparison) -> dict[str, Any]:
     return {"links": links.facts(scale), "exchange": links.exchange and links.exchange.facts}
 
 
-def device_facts(comparison: Comparison) -> dict[str, Any]:
+def device_facts(comparison: Point) -> dict[str, Any]:
     """The model of what stands for each rank, by field of ``TimedFacts``."""
     device = comparison.device
     assert device is not None
     return {"device": device.facts, "expert_rows": device.experts and device.experts.facts}
 
 
-def device_sentence(comparison: Comparison) -> str:
+def device_sentence(comparison: Point) -> str:
     """The same for a dry run."""
     described = device_facts(comparison)
     whole = comparison.scope == "model"
     return describe_device(*described.values(), whole=whole, num_tokens=comparison.num_tokens)
 
 
-def rest_of(comparison: Comparison) -> Rest:
+def rest_of(comparison: Point) -> Rest:
     """What a modelled layer comes to in a pass of its whole model: attention, dense layers, norms, the output layer.
 
     They are modelled as in whole models (``cost_model.phases``), of the slowest rank, in batch 0: its prompts, or
@@ -283,7 +283,7 @@ def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float 
     return None if peak_load is None else 1 + (peak_load - 1) / math.sqrt(num_experts / ep_size)
 
 
-def fit_of(comparison: Comparison) -> Fit | None:
+def fit_of(comparison: Point) -> Fit | None:
     """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
     model, device = served(comparison.experiment), comparison.device
     if device is not None:
@@ -294,7 +294,7 @@ def fit_of(comparison: Comparison) -> Fit | None:
     return model.fit(comparison.ep_size, gpu.name, gpu.total_memory)
 
 
-def held_here(comparison: Comparison) -> dict[str, int]:
+def held_here(comparison: Point) -> dict[str, int]:
     """Bytes on a rank, roughly, of the layer or the layers that are built here, by the names of ``Fit``."""
     built = 0 if comparison.scope == "layer" else comparison.experiment.whole.num_layers
     return served(comparison.experiment).footprint(comparison.world_size, comparison.ep_size, built)

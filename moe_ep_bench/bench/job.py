@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.point import Point
 from moe_ep_bench.errors import LOST, brief, naming
 from moe_ep_bench.files import writing_to
 from moe_ep_bench.results import RunDirectory
@@ -22,11 +22,11 @@ from moe_ep_bench.runtime.ranks import Ranks, ReportedError, T
 
 @dataclass
 class Job:
-    """One job on this rank, which makes one launch of timed comparisons.
+    """One job on this rank, which makes one launch of timed points.
 
     Attributes:
         launch: which of ``measure.launches``, from 0.
-        guard: of the block of ``trying``; ``progress`` of the comparison that is measured.
+        guard: of the block of ``trying``; ``progress`` of the point that is measured.
     """
 
     ranks: Ranks
@@ -36,15 +36,15 @@ class Job:
     progress: tqdm = field(init=False)
 
     @contextlib.contextmanager
-    def trying(self, comparisons: Sequence[Comparison]) -> Iterator[None]:
-        """Keep a line of what is tried in the block, in a file that is named by the first comparison.
+    def trying(self, points: Sequence[Point]) -> Iterator[None]:
+        """Keep a line of what is tried in the block, in a file that is named by the first point.
 
         Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
 
         Raises:
             ReportedError: results cannot be written; on all ranks, after one line to the user.
         """
-        first = comparisons[0]
+        first = points[0]
         new_guard = writing_to(self.directory.root, "--out")(Guard)
         where = self.directory.attempts, first.comparison_id, self.ranks.rank, first.experiment.measure.timeout_s
         with self.ranks.agree(partial(new_guard, *where)) as self.guard:

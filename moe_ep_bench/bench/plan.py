@@ -1,4 +1,4 @@
-"""Plan a measurement, or print the plan: one comparison for every point of a config's sweep, before anything runs.
+"""Plan a measurement, or print the plan: a ``Point`` for every point of a config's sweep, before anything runs.
 
 Each is found to fit its backend, and its workloads are opened. A batch of the workload is a batch of the model. Its
 sequences are the prompts of a prefill; with ``whole.context_length`` it is the next token of each request. Every MoE
@@ -10,6 +10,7 @@ Where there is no GPU a plan is printed without waiting for torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +20,23 @@ import numpy as np
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.description import device_sentence, fit_of, held_here, workload_facts
+from moe_ep_bench.bench.point import Point
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.facts.words import fit_words
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import source_hash
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.presets import validated
 from moe_ep_bench.runtime.torchrun import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -52,8 +57,8 @@ def plan(
     on_cpu: bool | None = None,
     point: int | None = None,
     **how: Any,
-) -> list[Comparison]:
-    """Plan a config on a backend: every comparison is found to fit, and its workload found to be there.
+) -> list[Point]:
+    """Plan a config on a backend: every point is found to fit, and its workload found to be there.
 
     Args:
         overrides: ``key=value`` (``--set``).
@@ -87,33 +92,33 @@ def plan_experiments(
     *,
     on_cpu: bool = False,
     try_out: bool = True,
-) -> list[Comparison]:
+) -> list[Point]:
     """Plan experiments that are read already.
 
     Args:
         config: names their file in errors.
-        backend, world_size, on_cpu: see ``compare``.
+        backend, world_size, on_cpu: see ``make_point``.
         try_out: make a batch of each, and route two tokens by its policies. Else nothing is drawn or solved for.
 
     Raises:
-        ValueError: see ``plan``; also where points of a sweep are one comparison here, for they would overwrite each
+        ValueError: see ``plan``; also where points of a sweep are one and the same here, for they would overwrite each
             other: a value is repeated, or this backend does not read the key.
     """
-    planned: dict[str, Comparison] = {}
+    planned: dict[str, Point] = {}
     for experiment in experiments:
         with naming(str(config)):
-            comparison = compare(experiment, backend, world_size, on_cpu=on_cpu)
+            point = make_point(experiment, backend, world_size, on_cpu=on_cpu)
             if try_out:
-                _try_out(comparison)
-        same = planned.setdefault(comparison.comparison_id, comparison)
-        if same is not comparison:
+                _try_out(point)
+        same = planned.setdefault(point.comparison_id, point)
+        if same is not point:
             points = (", ".join(f"{key}={value}" for key, value in of.point) for of in (same.experiment, experiment))
             expected = "points that this command measures differently, got one and the same comparison"
             raise UserError(f"{config}: sweep: expected {expected} for {' and '.join(points)}")
     return list(planned.values())
 
 
-def compare(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
+def make_point(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Point:
     """Check that an experiment fits a backend, and open its workloads; no batch is made, but small ones are solved.
 
     Args:
@@ -126,53 +131,67 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     if backend != RANKS:
         world_size = experiment.virtual_ranks
     assert world_size is not None
-    experiment = _with_dtype(experiment, is_modelled=backend in (VIRTUAL, MODELLED))
+    is_emulated = backend in (VIRTUAL, MODELLED)
+    experiment = _with_dtype(experiment, is_modelled=is_emulated)
     checks.check_experiment(experiment, backend, world_size)
     links = device = None
-    asked, emulate = experiment.layer, experiment.emulate
-    if backend in (VIRTUAL, MODELLED):
-        assert emulate.links is not None
-        model, ep_size, dtype = experiment.model.spec(), asked.ep_size or world_size, asked.dtype
-        if emulate.device != MEASURED:
-            backend = MODELLED
-            with naming("emulate.device"):
-                dtype = "bfloat16" if load_device(emulate.device).casts_late else dtype
-        with naming("emulate.links"):
-            of_layer = model, ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
-            links = load_links_of_layer(emulate.links, *of_layer, decodes=experiment.decodes)
-            links = links.scaled(emulate.bandwidth_scale)
-        if backend == MODELLED:
-            copies = links.exchange and links.exchange.copies
-            with naming("emulate.device"):
-                device = load_device_of_layer(emulate.device, model, ep_size, asked.dtype, copies)
-            if asked.permute != "auto":
-                device = device.model_copy(update={"permute": asked.permute})
-        with naming("emulate.links, layer.ep_size"):
-            links.all_gather_us(0, ep_size)
-            if links.exchange is not None:
-                own = "pair beside an exchange, which has copies of its own"
-                checks.refuse(emulate.copies != "pair", "copies", own, emulate.copies)
-                checks.refuse(
-                    links.exchange.num_ranks != ep_size, "exchange.num_ranks", ep_size, links.exchange.num_ranks
-                )
-    if backend == ROUTING:
-        parts = Parts("none")
-    elif device is not None:  # Whatever this machine has.
-        experts, why = device.experts_ran
-        exchange = None if links is None or links.exchange is None else links.exchange.copies
-        permute = "none" if exchange == "pair" else {"unfused": "indexed"}.get(device.permute, device.permute)
-        parts = Parts(experts, experts_why=why, permutation=permute)
-    else:
-        parts = Parts.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
-    on_gpu = not on_cpu and backend != ROUTING
+    if is_emulated:
+        links, device = _stand_ins(experiment, experiment.layer.ep_size or world_size)
+        backend = backend if device is None else MODELLED
     if (tokens_R := experiment.workload.tokens_of_ranks) is not None:
         of_each = f"a number for each of the {world_size} ranks"
         checks.refuse(len(tokens_R) != world_size, "workload.tokens_of_ranks", of_each, f"{len(tokens_R)} of them")
-    workloads = open_workloads(experiment, world_size)
-    comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
-    checks.check_batches(experiment, comparison.ep_size, comparison.num_places, comparison.rank_tokens)
-    _solve_few(comparison)
-    return comparison
+    workloads, parts = open_workloads(experiment, world_size), _parts(experiment, backend, links, device, on_cpu=on_cpu)
+    on_gpu = not on_cpu and backend != ROUTING
+    point = Point(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
+    checks.check_batches(experiment, point.ep_size, point.num_places, point.rank_tokens)
+    _solve_few(point)
+    return point
+
+
+def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
+    """The links between virtual ranks, and the device that stands for each; None = the one that is here.
+
+    Raises:
+        ValueError: there are none of that name, or they are of other sizes.
+    """
+    asked, emulate, model = experiment.layer, experiment.emulate, experiment.model.spec()
+    assert emulate.links is not None
+    device, dtype = None, asked.dtype
+    if emulate.device != MEASURED:
+        with naming("emulate.device"):
+            dtype = "bfloat16" if load_device(emulate.device).casts_late else dtype
+    with naming("emulate.links"):
+        of_layer = model, ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
+        links = load_links_of_layer(emulate.links, *of_layer, decodes=experiment.decodes)
+        links = links.scaled(emulate.bandwidth_scale)
+    if emulate.device != MEASURED:
+        copies = links.exchange and links.exchange.copies
+        with naming("emulate.device"):
+            device = load_device_of_layer(emulate.device, model, ep_size, asked.dtype, copies)
+        if asked.permute != "auto":
+            device = device.model_copy(update={"permute": asked.permute})
+    with naming("emulate.links, layer.ep_size"):
+        links.all_gather_us(0, ep_size)
+        if links.exchange is not None:
+            own = "pair beside an exchange, which has copies of its own"
+            checks.refuse(emulate.copies != "pair", "copies", own, emulate.copies)
+            num_ranks = links.exchange.num_ranks
+            checks.refuse(num_ranks != ep_size, "exchange.num_ranks", ep_size, num_ranks)
+    return links, device
+
+
+def _parts(experiment: Experiment, backend: str, links: Links | None, device: Device | None, *, on_cpu: bool) -> Parts:
+    """What computes the experts and permutes: on a modelled device as its figures have it, whatever is here."""
+    if backend == ROUTING:
+        return Parts("none")
+    if device is None:
+        asked = experiment.layer
+        return Parts.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+    experts, why = device.experts_ran
+    exchange = None if links is None or links.exchange is None else links.exchange.copies
+    permute = "none" if exchange == "pair" else {"unfused": "indexed"}.get(device.permute, device.permute)
+    return Parts(experts, experts_why=why, permutation=permute)
 
 
 def _with_dtype(experiment: Experiment, *, is_modelled: bool) -> Experiment:
@@ -192,34 +211,32 @@ def _with_dtype(experiment: Experiment, *, is_modelled: bool) -> Experiment:
     return experiment.model_copy(update={"layer": experiment.layer.model_copy(update={"dtype": dtype})})
 
 
-def _solve_few(comparison: Comparison) -> None:
+def _solve_few(point: Point) -> None:
     """Solve all batches where they are small, so that noise may miss a target in any of them; quick, and all in numpy.
 
     Raises:
         ValueError: a batch cannot meet its targets.
     """
-    num_batches, num_experts = comparison.workload.num_batches, comparison.model.num_experts
-    if comparison.num_tokens * num_experts * num_batches * len(comparison.workloads) <= _FEW_SCORES:
-        for workload in comparison.workloads.values():
+    num_batches, num_experts = point.workload.num_batches, point.model.num_experts
+    if point.num_tokens * num_experts * num_batches * len(point.workloads) <= _FEW_SCORES:
+        for workload in point.workloads.values():
             if isinstance(workload, SyntheticWorkload):
                 with naming("workload"):
                     for index in range(num_batches):
                         workload.solve(index)
 
 
-def _try_out(comparison: Comparison) -> None:
+def _try_out(point: Point) -> None:
     """Make a batch and route two tokens by every policy: finds what only then can be seen not to fit.
 
     Raises:
         ValueError: naming the key, or the policy and its field.
     """
-    experiment = comparison.experiment
+    experiment = point.experiment
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
-    comparison.workload.rank_batch(
-        0, int(comparison.rank_tokens[0].argmin()), comparison.world_size, comparison.tokens_R
-    )
-    scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
-    context = comparison.context(next(iter(comparison.workloads)), 0, torch.zeros(2, dtype=torch.int64), None)
+    point.workload.rank_batch(0, int(point.rank_tokens[0].argmin()), point.world_size, point.tokens_R)
+    scores_TE = torch.rand(2, point.model.num_experts, generator=torch.Generator().manual_seed(0))
+    context = point.context(next(iter(point.workloads)), 0, torch.zeros(2, dtype=torch.int64), None)
     context = replace(context, generator=torch.Generator())
     for policy in experiment.make_policies():
         try:
@@ -234,39 +251,74 @@ def _try_out(comparison: Comparison) -> None:
             raise UserError(f"policies: {policy.name}: route raised {words}") from error
 
 
+# ---- a plan for ranks ------------------------------------------------------------------------------------------------
+
+
+def plan_hash(points: Sequence[Point]) -> str:
+    """Equal where plans measure the same cases."""
+    return stable_hash([(point.definition, [case.case_id for case in point.cases]) for point in points])
+
+
+def plan_text(points: Sequence[Point]) -> str:
+    """A plan as JSON, for the ranks that carry it out: its experiments, and its hash."""
+    experiments = [
+        {"values": point.experiment.model_dump(exclude_unset=True), "point": point.experiment.point} for point in points
+    ]
+    return json.dumps({"hash": plan_hash(points), "experiments": experiments}, default=str)
+
+
+def read_plan(text: str, world_size: int) -> list[Point]:
+    """The points of ``plan_text``, on this rank; the config is not read again.
+
+    Raises:
+        ValueError: a workload cannot be opened here, or the plan comes to other cases than it did.
+    """
+    document = json.loads(text)
+    experiments = []
+    for planned in document["experiments"]:
+        experiment = validated(Experiment, planned["values"], "the plan")
+        experiment._point = tuple(map(tuple, planned["point"]))
+        experiments.append(experiment)
+    on_cpu = device_type() == "cpu"
+    points = plan_experiments(Path("the plan"), experiments, RANKS, world_size, on_cpu=on_cpu, try_out=False)
+    if (found := plan_hash(points)) != document["hash"]:
+        raise UserError(f"the plan: expected the cases of {document['hash']}, as it was launched; got {found}")
+    return points
+
+
 # ---- a plan in words -------------------------------------------------------------------------------------------------
 
 
 def dry_run(
     config: Path, overrides: Sequence[str], backend: str, world_size: int | None = None, point: int | None = None
 ) -> int:
-    """Print the cases of every comparison, and what its runs would take; run nothing, touch no device.
+    """Print the cases of every point, and what its runs would take; run nothing, touch no device.
 
     Args:
         backend: ``ranks``, ``virtual`` or ``routing``.
         world_size: real ranks.
     """
-    comparisons = plan(config, overrides, backend, world_size, point=point, try_out=False)
-    for comparison in comparisons:
-        print("\n  ".join(_lines(comparison)))
+    points = plan(config, overrides, backend, world_size, point=point, try_out=False)
+    for point in points:
+        print("\n  ".join(_lines(point)))
     return OK
 
 
-def _lines(comparison: Comparison) -> Iterator[str]:
+def _lines(point: Point) -> Iterator[str]:
     """The title, the cases, and what they take."""
-    backend = comparison.backend
-    batches = f"{comparison.workload.num_batches} batches of {workload_facts(comparison).description}"
-    yield f"{comparison.title} on {comparison.world_size} rank(s), {batches}"
-    for case in comparison.cases:
-        kernel = comparison.kernel_of(case) if backend == RANKS else None
+    backend = point.backend
+    batches = f"{point.workload.num_batches} batches of {workload_facts(point).description}"
+    yield f"{point.title} on {point.world_size} rank(s), {batches}"
+    for case in point.cases:
+        kernel = point.kernel_of(case) if backend == RANKS else None
         yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
     if backend == MODELLED:
-        fit = fit_of(comparison)
-        yield "; ".join([*filter(None, [fit and fit_words(fit)]), f"{device_sentence(comparison)}: nothing is run"])
+        fit = fit_of(point)
+        yield "; ".join([*filter(None, [fit and fit_words(fit)]), f"{device_sentence(point)}: nothing is run"])
     elif backend != ROUTING:
-        sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
+        sizes = {name: size / 2**30 for name, size in held_here(point).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
-        number = comparison.iterations_per_case * len(comparison.cases) * comparison.experiment.measure.launches
+        number = point.iterations_per_case * len(point.cases) * point.experiment.measure.launches
         yield f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank; {number:,} iterations"
 
 

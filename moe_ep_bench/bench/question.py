@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.bench.comparison import Comparison, is_drawn
 from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
+from moe_ep_bench.bench.point import Point, is_drawn
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
@@ -73,7 +73,7 @@ class Question:
     """A config file's text and what it compares; ``notes`` say what is assumed and which candidates are left out."""
 
     text: str
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[Point]
     notes: tuple[str, ...]
     out: Path
 
@@ -93,7 +93,7 @@ class Question:
         Raises:
             ValueError: the directory holds results of another question.
         """
-        from moe_ep_bench.bench.run import emulate
+        from moe_ep_bench.bench.commands import emulate
 
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):

@@ -9,7 +9,6 @@ statistics.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import water_fill
-from moe_ep_bench.bench.comparison import BASELINE, CaseSpec, Comparison
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, Slots, case_metrics
-from moe_ep_bench.bench.rows import Row
+from moe_ep_bench.bench.point import BASELINE, CaseSpec
+from moe_ep_bench.bench.result import Row
+from moe_ep_bench.bench.routing import Router, case_metrics
+from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.config import WaterfillConfig
+from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
@@ -89,17 +90,27 @@ class LayerTraffic:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """All ranks' routing of one case on batch ``index``, in every MoE layer.
+    """All ranks' routing of one case on one batch, in every MoE layer.
 
     Attributes:
         lengths_R: of each rank, the tokens of each of its sequences; None where no attention depends on them.
         number: of the micro-batch, where it is one.
     """
 
-    index: int
+    batch: int
     layers: Mapping[int | None, LayerTraffic]
     lengths_R: list[tuple[int, ...]] | None = None
     number: int = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows of the table ``routing``."""
+        return [row for of_layer in self.layers.values() for row in of_layer.rows_R]
+
+    @property
+    def frontiers(self) -> list[Row]:
+        """Rows of the table ``frontier``; there may be none."""
+        return [of_layer.frontier for of_layer in self.layers.values() if of_layer.frontier is not None]
 
     def parts(self, num_parts: int) -> list[Traffic]:
         """Its micro-batches."""
@@ -111,115 +122,91 @@ class Traffic:
         ]
 
 
-Routed = list[tuple[CaseRouter, Traffic]]
-"""Of every case its router, and what its routing of a batch amounts to."""
+def route_batch(
+    router: Router, cases: Sequence[CaseSpec], batch: int, begin: Callable[[], object] = lambda: None
+) -> list[Traffic]:
+    """Route a batch on all ranks, in every MoE layer, by every case.
 
-
-class RoutedBatches:
-    """All ranks' routing of a comparison's batches by cases, worked out batch by batch; what is said of it is kept.
-
-    Attributes:
-        rows: of each case by id, rows of the table ``routing``; ``frontiers``, of the table ``frontier``.
+    Args:
+        begin: called ahead of each layer of a model.
     """
-
-    def __init__(self, comparison: Comparison, cases: Sequence[CaseSpec], device: torch.device) -> None:
-        self.comparison, self.batches = comparison, Batches(comparison, device)
-        self.routers = [CaseRouter(case, self.batches) for case in cases]
-        self.rows: dict[str, list[Row]] = defaultdict(list)
-        self.frontiers: dict[str, list[Row]] = defaultdict(list)
-
-    def route(self, index: int, begin: Callable[[], object] = lambda: None) -> Routed:
-        """Route batch ``index`` by every case.
-
-        Args:
-            begin: called ahead of each layer of a model.
-        """
-        comparison = self.comparison
-        layers: dict[int | None, list[LayerTraffic]] = {}
-        for layer in comparison.workloads:
-            if layer is not None:
-                begin()
-            layers[layer] = traffic_of(self.batches, layer, index, self.routers)
-            named = {"layer": comparison.row_layer(layer)}
-            for router, of_layer in zip(self.routers, layers[layer], strict=True):
-                self.rows[router.case.case_id] += [row | named for row in of_layer.rows_R]
-                if of_layer.frontier is not None:
-                    self.frontiers[router.case.case_id].append(of_layer.frontier | named)
-        lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
-        of_cases = zip(*layers.values(), strict=True)
-        return [
-            (router, Traffic(index, dict(zip(layers, of_case, strict=True)), lengths_R))
-            for router, of_case in zip(self.routers, of_cases, strict=True)
-        ]
+    point = router.point
+    layers: dict[int | None, list[LayerTraffic]] = {}
+    for layer in point.workloads:
+        if layer is not None:
+            begin()
+        layers[layer] = route_layer(router, cases, layer, batch)
+    lengths_R = point.lengths_of_ranks(batch) if point.scope == "model" else None
+    of_cases = zip(*layers.values(), strict=True)
+    return [Traffic(batch, dict(zip(layers, of_case, strict=True)), lengths_R) for of_case in of_cases]
 
 
-def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
-    """Route batch ``index`` on all ranks in one layer, by every case, in one pass over the ranks.
+def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int) -> list[LayerTraffic]:
+    """Route a batch on all ranks in one layer, by every case, in one pass over the ranks.
 
     Two where a policy looks at the whole batch: its statistics come first.
     """
-    comparison, model = batches.comparison, batches.comparison.model
-    slots = [router.slots(index) for router in routers]
-    for router in routers:
-        router.carried(layer, index, 0)  # worked out before threads ask for it
-    stats = _statistics(batches, layer, index, routers)
-    per_node, num_parts = comparison.ranks_per_node, comparison.num_parts
-    is_sorted = comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
+    point, model = router.point, router.point.model
+    slots_V = [router.slots(case, batch) for case in cases]
+    for case in cases:
+        router.carried(case, layer, batch)  # worked out before threads ask for it
+    stats = _statistics(router, cases, layer, batch)
+    per_node, num_parts = point.ranks_per_node, point.num_parts
+    is_sorted = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
 
-    def routed(of_rank: Share) -> tuple[int, list[Row], list[list[Row]], tuple[Tensor, Tensor] | None]:
+    def route_rank(tokens: Tokens) -> tuple[int, list[Row], list[list[Row]], tuple[Tensor, Tensor] | None]:
         """Tokens, of every case a row of metrics and what its micro-batches send, and the top-k pairs."""
         rows, parts = [], []
-        for router, placed in zip(routers, slots, strict=True):
-            share = of_rank.of(router.case)
-            routing = router.route(share, stats.get(router))
-            rows.append(case_metrics(router.case, routing, share, per_node))
-            if not placed.is_contiguous:
-                rows[-1] |= placed.metrics(routing.map_TE, share.rank, per_node)
-            parts.append(placed.parts(routing.map_TE, share.rank, per_node, num_parts) if num_parts > 1 else [])
-        pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
-        return of_rank.num_tokens, rows, parts, pairs
+        for case, slots in zip(cases, slots_V, strict=True):
+            seen = tokens.seen_by(case)
+            routing = router.route(case, seen, stats.get(case.case_id))
+            row = case_metrics(case, routing, seen, per_node) | {"layer": point.row_layer(layer)}
+            rows.append(row if slots.is_contiguous else row | slots.metrics(routing.map_TE, tokens.rank, per_node))
+            parts.append(slots.parts(routing.map_TE, tokens.rank, per_node, num_parts) if num_parts > 1 else [])
+        pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if is_sorted else None
+        return tokens.num_tokens, rows, parts, pairs
 
-    num_tokens_R, rows_RV, parts_RV, pairs_R = zip(*batches.of_ranks(routed, layer, index), strict=True)
-    rank_E = torch.arange(model.num_experts) // (model.num_experts // comparison.ep_size)
+    num_tokens_R, rows_RV, parts_RV, pairs_R = zip(*router.for_every_rank(route_rank, layer, batch), strict=True)
+    rank_E = torch.arange(model.num_experts) // (model.num_experts // point.ep_size)
     frontier = Frontier.of(pairs_R, rank_E) if is_sorted else None
     traffic = []
-    by_case = zip(routers, slots, zip(*rows_RV, strict=True), zip(*parts_RV, strict=True), strict=True)
-    for router, placed, rows_R, parts_R in by_case:
-        fills = isinstance(router.case.replication, WaterfillConfig)
+    of_cases = zip(cases, slots_V, zip(*rows_RV, strict=True), zip(*parts_RV, strict=True), strict=True)
+    for case, slots, rows_R, parts_R in of_cases:
+        fills = isinstance(case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
-        stats_MSE = stats.get(router)
+        stats_MSE = stats.get(case.case_id)
         whole_SE = None if stats_MSE is None else stats_MSE.sum(dim=0)
-        of_case = LayerTraffic(list(num_tokens_R), placed, whole_SE, list(rows_R), per_token)
+        of_case = LayerTraffic(list(num_tokens_R), slots, whole_SE, list(rows_R), per_token)
         for number, part_R in enumerate(zip(*parts_R, strict=True)):
             of_case.parts.append(
                 LayerTraffic(
                     [row["num_tokens"] for row in part_R],
-                    placed if number == 0 else replace(placed, moved_bytes_RR=None),  # Weights move once.
+                    slots if number == 0 else replace(slots, moved_bytes_RR=None),  # Weights move once.
                     None if stats_MSE is None else stats_MSE[number],
                     list(part_R),
                     per_token,
                 )
             )
-        traffic.append(replace(of_case, frontier=_frontier_row(frontier, index, router.case, of_case)))
+        row = _frontier_row(frontier, case, of_case)
+        named = row and {"batch": batch, **row, "layer": point.row_layer(layer)}
+        traffic.append(replace(of_case, frontier=named))
     return traffic
 
 
-def _statistics(
-    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]
-) -> dict[CaseRouter, Tensor]:
-    """What each batch-wide policy's statistics sum up to over all ranks: float64 [M, S, E], by micro-batch."""
+def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int) -> dict[str, Tensor]:
+    """What each batch-wide policy's statistics sum up to over all ranks, by case id: float64 [M, S, E]."""
     with torch.inference_mode():
-        first = batches.share(layer, index, 0)
-        wide = [router for router in routers if router.stats_of(first.of(router.case)) is not None]
+        first = router.tokens(layer, batch, 0)
+        wide = [case for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
 
-    def stats_of(share: Share) -> list[Tensor]:
-        return [router.stats_of(share.of(router.case)) for router in wide]
+    def stats_of(tokens: Tokens) -> list[Tensor]:
+        return [router.stats_of(case, tokens.seen_by(case)) for case in wide]
 
-    of_ranks = batches.of_ranks(stats_of, layer, index) if wide else []
-    return {router: sum(stats_R) for router, stats_R in zip(wide, zip(*of_ranks, strict=True), strict=False)}
+    of_ranks = router.for_every_rank(stats_of, layer, batch) if wide else []
+    return {case.case_id: sum(stats_R) for case, stats_R in zip(wide, zip(*of_ranks, strict=True), strict=False)}
 
 
-def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
+def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
     """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
 
     None for cases whose experts have no single home each.
@@ -229,7 +216,6 @@ def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic
     load_E = traffic.counts_RP.sum(axis=0)
     loads, kept = frontier.curve() if case.role == BASELINE else (None, None)
     return {
-        "batch": index,
         "kept_by_load": frontier.kept(int(traffic.rank_pairs.sum(axis=0).max())),
         "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum())),
         "curve_load": loads,

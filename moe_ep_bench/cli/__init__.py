@@ -139,15 +139,15 @@ def _run(options: Namespace) -> int:
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else local_ranks(options.nproc) * num_nodes()
         return _dry_run(options, "ranks", num_ranks)
-    from moe_ep_bench.bench import run
+    from moe_ep_bench.bench import commands
 
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "point": options.point}
     if _is_rank():
-        status = run.run(*what, launch=options.launch or 0, **how)
+        status = commands.run(*what, launch=options.launch or 0, **how)
         reports = os.environ["RANK"] == "0" and not is_launched()
     else:
-        status, reports = run.launch(*what, local_ranks(options.nproc), **how)
+        status, reports = commands.launch(*what, local_ranks(options.nproc), **how)
     return _shown_of_directory(status, _out(options)) if reports else status
 
 
@@ -162,8 +162,8 @@ def _list_points(options: Namespace) -> int:
 def _emulate(options: Namespace) -> int:
     if options.dry_run:
         return _dry_run(options, "virtual")
+    from moe_ep_bench.bench.commands import emulate
     from moe_ep_bench.bench.plan import plan
-    from moe_ep_bench.bench.run import emulate
 
     comparisons = plan(options.config, options.overrides, "virtual")
     return _shown_of_directory(emulate(comparisons, _out(options), force=options.force), _out(options))
@@ -174,7 +174,7 @@ def _route(options: Namespace) -> int:
         return _dry_run(options, "routing")
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.show import end_of_run
-    from moe_ep_bench.bench.run import route
+    from moe_ep_bench.bench.commands import route
 
     root = route(options.config, _out(options), options.overrides, force=options.force).root
     print(end_of_run(root))
@@ -184,7 +184,7 @@ def _route(options: Namespace) -> int:
 
 def _validate(options: Namespace) -> int:
     from moe_ep_bench.analysis.validate import write_validation
-    from moe_ep_bench.bench.validate import validate
+    from moe_ep_bench.bench.paired_run import validate
 
     out = _out(options, "-validated")
     how = {"force": options.force, "margin": options.margin}

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.bench.comparison import BASELINE, POLICY, RANKS, REPLICATION, VIRTUAL, Comparison
+from moe_ep_bench.bench.commands import emulate, launch
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.run import emulate, launch
+from moe_ep_bench.bench.point import BASELINE, POLICY, RANKS, REPLICATION, VIRTUAL, Point
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
@@ -53,7 +53,7 @@ def run_claims(
     return status
 
 
-def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+def claim_rows(comparisons: Sequence[Point]) -> list[dict[str, Any]]:
     """A row per claim, policy and comparison, JSON-ready; ``number`` counts what stands side by side.
 
     Raises:
@@ -65,7 +65,7 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     swept = {key: None for comparison in comparisons for key, _ in comparison.experiment.point}
     beside = [key for key in swept if key not in _TRAFFIC]
     for place, claim in enumerate(experiment.claims):
-        alike: dict[str, list[Comparison]] = {}
+        alike: dict[str, list[Point]] = {}
         for comparison in comparisons:
             if _is_at(comparison.experiment, claim, place):
                 alike.setdefault(stable_hash(_setting(comparison, beside)), []).append(comparison)
@@ -87,7 +87,7 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def _rows(
-    number: int, claim: Claim, policy: Any, versus: Any, comparisons: list[Comparison], setting: list[str]
+    number: int, claim: Claim, policy: Any, versus: Any, comparisons: list[Point], setting: list[str]
 ) -> Iterator[dict[str, Any]]:
     """Of one claim of one policy (None: native), at comparisons that differ in their traffic alone.
 
@@ -124,7 +124,7 @@ def _has(experiment: Experiment, primary: Primary) -> bool:
         return False
 
 
-def _setting(comparison: Comparison, keys: Sequence[str]) -> dict[str, Any]:
+def _setting(comparison: Point, keys: Sequence[str]) -> dict[str, Any]:
     """The place of a comparison in the sweep, apart from its traffic."""
     return {key: _value(comparison.experiment, key) for key in keys}
 

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep_bench.bench.comparison import BASELINE, POLICY, CaseSpec
+from moe_ep_bench.bench.commands import fill
 from moe_ep_bench.bench.description import run_json
-from moe_ep_bench.bench.rows import as_columns, identity
-from moe_ep_bench.bench.run import fill
+from moe_ep_bench.bench.point import BASELINE, POLICY, CaseSpec
+from moe_ep_bench.bench.result import as_columns, identity
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError, naming, progress_bar
 from moe_ep_bench.facts import CaseFacts, JudgedFacts

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moe_ep_bench.bench.comparison import CaseSpec
+from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig

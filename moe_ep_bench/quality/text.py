@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.comparison import CaseSpec
+from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.errors import naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.quality.checkpoint import Checkpoint

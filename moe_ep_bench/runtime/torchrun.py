@@ -137,10 +137,15 @@ class Ended(NamedTuple):
     has_rank_0: bool = False
 
 
-def torchrun(commands: Sequence[Sequence[str]], nproc: int, *, max_restarts: int = 0) -> Ended:
-    """Run ``moe_ep_bench COMMAND`` on so many ranks of this node, one after another until one does not go through."""
+def torchrun(commands: Sequence[Sequence[str]], nproc: int, *, max_restarts: int = 0, plan: str = "") -> Ended:
+    """Run ``moe_ep_bench COMMAND`` on so many ranks of this node, one after another until one does not go through.
+
+    Args:
+        plan: what ``launched_plan`` returns in each rank.
+    """
     worst = Ended(OK)
     with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
+        Path(folder, "plan.json").write_text(plan)
         close = Path(folder, "close")  # a file, for ranks whom no signal reaches
         earlier = signal.signal(signal.SIGUSR1, lambda number, frame: close.touch())
         try:
@@ -191,6 +196,12 @@ def _torchrun(folder: str, command: Sequence[str], nproc: int, max_restarts: int
 def is_launched() -> bool:
     """Whether ``torchrun`` above started this rank, and not somebody's own."""
     return _FOLDER in os.environ
+
+
+def launched_plan() -> str | None:
+    """What ``torchrun`` above was given as the plan of its ranks; None in a rank that somebody else started."""
+    folder = os.environ.get(_FOLDER)
+    return None if folder is None else Path(folder, "plan.json").read_text()
 
 
 def become_rank() -> None:

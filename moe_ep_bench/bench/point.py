@@ -1,6 +1,6 @@
 """One experiment on one backend: the cases, the batches and the ranks that a measurement is of.
 
-A *comparison* measures an MoE layer or a whole model, or routes for a layer:
+A *point* measures an MoE layer or a whole model, or routes for a layer:
 
 ``ranks``     real processes; times them
 ``virtual``   this device in place of every rank, one after another, behind modelled links
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.config import (
     NO_OVERLAP,
@@ -46,10 +45,9 @@ from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import replicate, replicate_by_risk
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
 from moe_ep_bench.policies.lazy import Tensor
-from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image_tokens
+from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.targets import PATTERNS
 
@@ -83,7 +81,7 @@ class CaseSpec:
 
     @cached_property
     def case_id(self) -> str:
-        """A hash of the comparison and of all that makes a case: an edited rule never meets old results."""
+        """A hash of the point and of all that makes a case: an edited rule never meets old results."""
         return stable_hash([self.comparison_id, self.role, self.name, self.params, *self._code])
 
     @property
@@ -127,7 +125,7 @@ class CaseSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Point:
     """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
 
     Attributes:
@@ -327,7 +325,7 @@ class Comparison:
 
     @property
     def traffic(self) -> str:
-        """Where tokens come from: skew or recordings with their phase; padding."""
+        """Where tokens come from: skew or recordings with their stage; padding."""
         experiment, config, workload = self.experiment, self.experiment.workload, self.workload
         preset = experiment.model.preset
         if isinstance(config, RecordedConfig):
@@ -382,11 +380,6 @@ class Comparison:
         length_P = np.diff(start_P)
         return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
 
-    def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
-        """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
-        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size, self.tokens_R)
-        return tokens.with_padding(self.experiment.workload.padding_per_rank)
-
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """Facts of a rank's tokens in a layer, but for randomness (``CaseSpec.visible``)."""
         share = self.experiment.workload.image_share
@@ -424,16 +417,6 @@ class Comparison:
             return None
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device).runs(self.most_tokens, self.model.num_experts)
-
-    def slots_ahead(self, wanted: Lossless, load_BE: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""
-        num_experts, num_ranks = self.model.num_experts, self.ep_size
-        if not isinstance(wanted, ReplicationConfig):
-            return with_free_slots(num_experts, num_ranks, wanted.spare_per_rank)
-        sizes = {"num_slots": num_experts + wanted.spare_per_rank * num_ranks, "num_ranks": num_ranks}
-        if wanted.plan == "variance":
-            return replicate_by_risk(load_BE, **sizes)
-        return replicate(load_BE.mean(axis=0), num_groups=self.model.num_groups or 1, **sizes)
 
     @property
     def expert_bytes(self) -> float:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ep_bench.bench.checks import refuse
-from moe_ep_bench.bench.comparison import RANKS, VIRTUAL
+from moe_ep_bench.bench.commands import launch
 from moe_ep_bench.bench.description import links_facts
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.run import launch
+from moe_ep_bench.bench.point import RANKS, VIRTUAL
 from moe_ep_bench.config import MEASURED
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import make_folder, writing_to

@@ -1,4 +1,4 @@
-"""Write what ranks measured and routed as rows of ``samples`` and ``routing``.
+"""What measuring a point gives, and how it is written: rows of ``samples``, ``routing`` and ``frontier``.
 
 Shapes: V = cases, R = ranks, S = steps, C = columns of a sample.
 """
@@ -6,6 +6,7 @@ Shapes: V = cases, R = ranks, S = steps, C = columns of a sample.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from moe_ep_bench.bench.comparison import CaseSpec, Comparison
+from moe_ep_bench.bench.point import CaseSpec, Point
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
@@ -24,11 +25,11 @@ Row = dict[str, Any]
 """Values by column of a table."""
 
 
-def columns_of(comparison: Comparison) -> tuple[PhaseKey, ...]:
+def columns_of(point: Point) -> tuple[PhaseKey, ...]:
     """Columns of a sample: every phase that the layer or model may pass, and what concerns the whole iteration."""
-    if comparison.scope == "layer":
+    if point.scope == "layer":
         return COLUMNS
-    return sample_keys(phases_in_depth(comparison.num_layers, list(comparison.workloads)))
+    return sample_keys(phases_in_depth(point.num_layers, list(point.workloads)))
 
 
 class Samples:
@@ -46,33 +47,33 @@ class Samples:
                 self.times_VSC[case, self._step[step], self._column[name]] = time_us
 
 
-def identity(run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
-    """The columns that say which case rows belong to; ``comparison`` is of ``plan``, or of ``quality``."""
+def identity(run_id: str, point: Any, case: CaseSpec) -> dict[str, Any]:
+    """The columns that say which case rows belong to; ``point`` is of ``plan``, or of ``quality``."""
     return {
         "run_id": run_id,
         "case_id": case.case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": comparison.mode,
-        "subject": comparison.scope,
-        "backend": comparison.backend,
-        "model": comparison.model.name,
+        "comparison_id": point.comparison_id,
+        "mode": point.mode,
+        "subject": point.scope,
+        "backend": point.backend,
+        "model": point.model.name,
         "policy": case.name,
         "policy_params": json.dumps(case.params, sort_keys=True),
-        "num_ranks": comparison.ep_size,
+        "num_ranks": point.ep_size,
         "status": "ok",
     }
 
 
 @dataclass(eq=False)
-class Outcome:
-    """What measuring a comparison came to, of all ranks; what is by case is so by id.
+class Result:
+    """What measuring or routing a point gave, of all ranks; what is by case is so by id.
 
     Attributes:
         unmeasured: status and reason of cases without times.
         steps, columns: of samples.
-        times: of measured cases, microseconds [R, S, C].
-        rows: of each, rows of the table ``routing``: of every batch one for each rank and MoE layer.
-        frontiers: of each, rows of the table ``frontier``; there may be none.
+        times: of measured cases, float64 microseconds [R, S, C], NaN where a phase did not occur.
+        rows: of the table ``routing``: of every batch one for each rank and MoE layer.
+        frontiers: rows of the table ``frontier``; there may be none.
         conditions: under which they were timed; None = modelled, or nothing was.
     """
 
@@ -80,48 +81,40 @@ class Outcome:
     steps: Sequence[Step] = ()
     columns: Sequence[PhaseKey] = ()
     times: dict[str, np.ndarray] = field(default_factory=dict)
-    rows: dict[str, list[Row]] = field(default_factory=dict)
-    frontiers: dict[str, list[Row]] = field(default_factory=dict)
+    rows: defaultdict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    frontiers: defaultdict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
     conditions: dict[str, Any] | None = None
 
 
-def write_launch(directory: RunDirectory, run_id: str, comparison: Comparison, launch: int, outcome: Outcome) -> None:
-    """Write the parts of one launch of a comparison: what ranks routed, then samples, which make it finished."""
-    facts = {case.case_id: identity(run_id, comparison, case) for case in comparison.cases}
-    write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.rows, outcome.frontiers)
+def write(directory: RunDirectory, run_id: str, point: Point, result: Result, launch: int = 0) -> None:
+    """Write the parts of a point: what ranks routed, then of a timed one samples, which make it finished.
 
-    def rows() -> Iterator[dict[str, Any]]:
-        for key, (status, reason) in outcome.unmeasured.items():
-            yield {**facts[key], "status": status, "reason": reason}
-        for key, times_RSC in outcome.times.items():
-            yield {**facts[key], **_sample_columns(outcome.steps, times_RSC, outcome.columns)}
-
-    conditions = outcome.conditions and {"run_id": run_id, **outcome.conditions}
-    directory.write("samples", comparison.comparison_id, rows(), launch, conditions=conditions)
-
-
-def write_routing(
-    directory: RunDirectory,
-    comparison: Comparison,
-    facts: Mapping[str, Mapping[str, Any]],
-    rows: Mapping[str, Sequence[Row]],
-    frontiers: Mapping[str, Sequence[Row]],
-) -> None:
-    """Write what ranks routed in cases; see ``Outcome``. Rows of other cases stay.
-
-    Args:
-        facts: by id, columns that say which case it is (``identity``).
+    Rows of cases that have none here stay.
     """
-    part = comparison.comparison_id
-    known = {
-        key: {"comparison_id": part, "case_id": key} | as_columns(frontiers[key]) for key in facts if frontiers.get(key)
-    }
-    if known:
-        directory.write("frontier", part, known.values(), replaces=known.keys())
-    if facts:
-        by_rank = (sorted(rows[key], key=itemgetter("rank")) for key in facts)
-        routed = ({**of_case, **as_columns(listed)} for of_case, listed in zip(facts.values(), by_rank, strict=True))
-        directory.write("routing", part, routed, replaces=facts.keys())
+    part = point.comparison_id
+    facts = {case.case_id: identity(run_id, point, case) for case in point.cases}
+    frontiers = [
+        {"comparison_id": part, "case_id": key} | as_columns(result.frontiers[key])
+        for key in facts
+        if result.frontiers.get(key)
+    ]
+    if frontiers:
+        directory.write("frontier", part, frontiers, replaces=[row["case_id"] for row in frontiers])
+    if routed := [key for key in facts if key in result.rows]:
+        by_rank = {key: sorted(result.rows[key], key=itemgetter("rank")) for key in routed}
+        rows = ({**facts[key], **as_columns(of_case)} for key, of_case in by_rank.items())
+        directory.write("routing", part, rows, replaces=routed)
+    if point.mode == "route":
+        return
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for key, (status, reason) in result.unmeasured.items():
+            yield {**facts[key], "status": status, "reason": reason}
+        for key, times_RSC in result.times.items():
+            yield {**facts[key], **_sample_columns(result.steps, times_RSC, result.columns)}
+
+    conditions = result.conditions and {"run_id": run_id, **result.conditions}
+    directory.write("samples", part, samples(), launch, conditions=conditions)
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -1,0 +1,170 @@
+"""Virtual ranks: all ranks' routing of a batch, the time of each rank by itself, and ranks side by side.
+
+For each batch all ranks' routing is worked out first, outside of any layer (``traffic``). Then every rank's run is
+timed on the device that is here (``virtual_ranks``), or modelled. Each rank's times are put together over iterations,
+and ranks are then set side by side with their meetings (``cost_model.timeline``), which links model from each layer's
+own bytes (``meetings``). With two batches that overlap, each micro-batch is modelled by itself.
+
+Shapes: R = virtual ranks, B = batches, C = columns of a sample, M = micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_ep_bench.bench.measure import Case, Runner
+from moe_ep_bench.bench.meetings import meeting_us
+from moe_ep_bench.bench.point import CaseSpec, Point
+from moe_ep_bench.bench.result import Result, columns_of
+from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.traffic import Traffic, route_batch
+from moe_ep_bench.config import NO_OVERLAP
+from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
+from moe_ep_bench.cost_model.timeline import Chain, RankTime, compose, compose_alike, legs_of, median_legs
+from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, phase_key
+from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
+
+
+class EmulatedRanks(Runner):
+    """All virtual ranks of a point, side by side; a subclass takes the time of each.
+
+    Args:
+        device: what runs the layers, and routes.
+        begin: called with an id ahead of what is done for a case, or for the point as a whole.
+
+    Attributes:
+        cases: those that are still in order.
+        traffic: by case id, all ranks' routing of the batch that is timed.
+        samples: by case id, microseconds [R, B, C].
+        errors: beside the dense reference, by case id and layer.
+    """
+
+    def __init__(
+        self, point: Point, cases: Sequence[CaseSpec], device: torch.device, begin: Callable[[str], None]
+    ) -> None:
+        self.point, self.device, self.begin = point, device, begin
+        self.num_ranks, self.num_batches = point.ep_size, point.workload.num_batches
+        self.columns, self.router = columns_of(point), Router(point, device)
+        self.cases = [Case(case, self) for case in cases]
+        self.traffic: dict[str, Traffic] = {}
+        size = self.num_ranks, self.num_batches, len(self.columns)
+        self.samples = {case.case_id: np.full(size, np.nan) for case in cases}
+        self.errors: dict[tuple[str, int | None], float] = {}
+        self.result = Result()
+
+    def steps(self, batch: int) -> list[Step]:
+        """What is timed of a batch."""
+        raise NotImplementedError
+
+    def time(self, case: Case, step: Step) -> list[RankTime]:
+        """What one run on one rank takes, of each micro-batch."""
+        raise NotImplementedError
+
+    def schedule(self) -> Iterator[Sequence[Step]]:
+        """Batch by batch: all ranks' routing ahead, ranks side by side behind."""
+        for batch in range(self.num_batches):
+            begin = partial(self.begin, self.point.comparison_id)
+            traffic = route_batch(self.router, [case.spec for case in self.cases], batch, begin)
+            self.traffic = {case.case_id: of_case for case, of_case in zip(self.cases, traffic, strict=True)}
+            self._taken: dict[str, list[list[list[RankTime]]]] = {
+                case.case_id: [[] for _ in range(self.num_ranks)] for case in self.cases
+            }
+            yield self.steps(batch)
+            for case in self.cases:
+                self.result.rows[case.case_id] += self.traffic[case.case_id].rows
+                self.result.frontiers[case.case_id] += self.traffic[case.case_id].frontiers
+                self._set_side_by_side(case, batch)
+
+    def keep(self, case: int, step: Step, times: list[RankTime]) -> None:
+        self._taken[self.cases[case].case_id][step.rank].append(times)
+
+    def finish(self) -> Result:
+        """What all cases that are in order took and routed: each batch once plain and once broken down."""
+        result = self.result
+        result.columns = self.columns
+        result.steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
+        whole = [self.columns.index(name) for name in (TOTAL, *BESIDE_TOTAL)]
+        for case in self.cases:
+            samples_RBC = self.samples[case.case_id]
+            plain_RBC = np.full_like(samples_RBC, np.nan)
+            plain_RBC[..., whole] = samples_RBC[..., whole]
+            result.times[case.case_id] = np.concatenate([plain_RBC, samples_RBC], axis=1)
+            for row in result.rows[case.case_id]:
+                row["reference_error"] = self.errors.get((case.case_id, row["layer"])) if row["batch"] == 0 else None
+        return result
+
+    # ---- ranks side by side ------------------------------------------------------------------------------------------
+
+    def _set_side_by_side(self, case: Case, batch: int) -> None:
+        """Put a case's ranks behind links: the chain of every micro-batch."""
+        taken_R = self._taken[case.case_id]
+        parts = self.traffic[case.case_id].parts(self.point.num_parts)
+        chains = [
+            self._chain([[run[number] for run in runs] for runs in taken_R], part) for number, part in enumerate(parts)
+        ]
+        if self.point.overlap != NO_OVERLAP:
+            chains = [chain.with_shared_beside() for chain in chains]
+        is_one_of_many = len(chains) > 1 and self.point.scope == "layer"
+        for rank, phases in enumerate((compose_alike if is_one_of_many else compose)(chains)):
+            runs = [run[0] for run in taken_R[rank]]
+            beside = {name: float(np.median([run.beside[name] for run in runs])) for name in runs[0].beside}
+            for name, value in {**phases, **beside}.items():
+                self.samples[case.case_id][rank, batch, self.columns.index(name)] = value
+
+    def _chain(self, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> Chain:
+        """A micro-batch's way through all ranks, of each the runs."""
+        legs_R, link_us, held = [median_legs([run.legs for run in runs]) for runs in times_R], {}, {}
+        for layer, of_layer in traffic.layers.items():
+            for phase, (time_us, share) in meeting_us(self.point, of_layer).items():
+                link_us[phase_key(layer, phase)], held[phase_key(layer, phase)] = time_us, share
+        return Chain(legs_R, times_R[0][0].meetings, link_us, held)
+
+
+class ModelledRanks(EmulatedRanks):
+    """Virtual ranks on a device that is not here: nothing runs, and each rank has one run of each batch."""
+
+    def steps(self, batch: int) -> list[Step]:
+        return [Step(batch, 0, BREAKDOWN, rank) for rank in range(self.num_ranks)]
+
+    def time(self, case: Case, step: Step) -> list[RankTime]:
+        parts = self.traffic[case.case_id].parts(self.point.num_parts)
+        return [modelled_time(self.point, case.spec, part, step.rank) for part in parts]
+
+
+def modelled_time(point: Point, case: CaseSpec, traffic: Traffic, rank: int) -> RankTime:
+    """What a rank takes on a device that is not here: see ``cost_model.phases``."""
+    device, model, dtype = point.device, point.model, point.experiment.layer.dtype
+    assert device is not None
+    if (policy := case.policy) is not None:
+        device = device.for_policy(policy.name, model.num_experts)
+    exchange = point.sent_for
+    by_rank = exchange in ("rank", "node")
+    layers = {
+        layer: RankWork(
+            of_layer.num_tokens_R[rank],
+            int(of_layer.counts_RP[rank].sum()),
+            of_layer.received(rank),
+            sum(of_layer.num_tokens_R),
+            None if of_layer.shared_RR is None else int(of_layer.shared_RR[:, rank].sum()),
+            int(of_layer.copies("rank")[:, rank].sum()) if by_rank else None,
+        )
+        for layer, of_layer in traffic.layers.items()
+    }
+    how: dict[str, Any] = {
+        "by_policy": policy is not None,
+        "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
+        "alone": point.ep_size == 1,
+        "dtype": dtype,
+        "dispatch_dtype": point.experiment.layer.dispatch_dtype,
+        "exchange": exchange,
+        "solving_us": 0.0 if traffic.number else (case.replication and case.replication.solving_us) or 0.0,
+    }
+    if traffic.lengths_R is None:
+        return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
+    work = PassWork(traffic.lengths_R[rank], point.context_length, layers, point.num_parts)
+    return RankTime(*legs_of(pass_segments(device, model, point.num_layers, work, **how)))

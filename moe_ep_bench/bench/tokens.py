@@ -1,0 +1,147 @@
+"""Make a rank's tokens of a batch: ``tokens`` is the sole maker, for real ranks, virtual ones and routing alone.
+
+A layer that stands alone has the key None.
+
+Shapes: T = tokens of one rank, E = experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.bench.point import BALANCED, ROUTING, CaseSpec, Point
+from moe_ep_bench.metrics import ScoreMetrics, score_metrics
+from moe_ep_bench.models import logits_from_scores, scores_from_logits
+from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.workload.batch import balanced_scores
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """One rank's tokens of a batch in one MoE layer, on the device that routes them.
+
+    Attributes:
+        rank: of all ranks: random policies draw by it.
+        context: facts of the tokens, but for randomness; a policy sees ``routing.Router.context``.
+        drawn_TE: float32 [T, E], the workload's scores.
+        score_function: by which the layer makes scores of its logits; None where no layer is asked.
+        number: of the micro-batch, of those that a rank's tokens are cut into.
+        first: how many tokens the ranks before it have; None = as many each as this one, or nearly.
+    """
+
+    layer: int | None
+    batch: int
+    rank: int
+    context: RoutingContext
+    drawn_TE: Tensor
+    score_function: str | None = None
+    number: int = 0
+    first: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.drawn_TE)
+
+    @cached_property
+    def logits_TE(self) -> Tensor:  # noqa: N802
+        """What the layer's router sees in place of its gate's output."""
+        assert self.score_function is not None
+        return logits_from_scores(self.drawn_TE, self.score_function)
+
+    @cached_property
+    def scores_TE(self) -> Tensor:  # noqa: N802
+        """What a policy sees: what the layer makes of its logits, else scores as they are."""
+        if self.score_function is None:
+            return self.drawn_TE
+        return scores_from_logits(self.logits_TE, self.score_function)
+
+    @cached_property
+    def of_scores(self) -> ScoreMetrics:
+        return score_metrics(self.scores_TE, self.context)
+
+    def seen_by(self, case: CaseSpec) -> Tokens:
+        """The tokens as a case sees them: of the balanced case with balanced loads."""
+        return self._balanced if case.role == BALANCED else self
+
+    @cached_property
+    def _balanced(self) -> Tokens:
+        """The same tokens with the same values in other places, so that loads are balanced."""
+        context = self.context
+        groups = context.num_groups, context.top_groups
+        first = self.rank * len(self.drawn_TE) if self.first is None else self.first
+        return replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
+
+    def parts(self, num_parts: int) -> list[Tokens]:
+        """The tokens in so many micro-batches, in order, as even as can be."""
+        if num_parts == 1:
+            return [self]
+        of_tokens = {name: getattr(self.context, name) for name in ("token_mask_T", "request_id_T", "modality_T")}
+        cut = {name: value.tensor_split(num_parts) for name, value in of_tokens.items() if value is not None}
+        return [
+            replace(
+                self,
+                number=number,
+                drawn_TE=drawn_TE,
+                context=replace(self.context, **{name: values[number] for name, values in cut.items()}),
+            )
+            for number, drawn_TE in enumerate(self.drawn_TE.tensor_split(num_parts))
+        ]
+
+
+def tokens(
+    point: Point, layer: int | None, batch: int, rank: int, device: torch.device, few: int | None = None
+) -> Tokens:
+    """A rank's tokens of a batch in a layer.
+
+    Args:
+        few: only so many of them, from the first to the last; None = all.
+    """
+    made = point.workloads[layer].rank_batch(batch, rank, point.world_size, point.tokens_R)
+    made = made.with_padding(point.experiment.workload.padding_per_rank)
+    if few is not None:  # from the first to the last, and so of both where some are padding
+        count = min(few, made.num_tokens)
+        made = made.rows(torch.linspace(0, max(made.num_tokens - 1, 0), count).long())
+    valid_T = None if made.valid_T is None else made.valid_T.to(device)
+    context = point.context(layer, rank % point.ep_size, made.sequence_id_T.to(device), valid_T)
+    function = None if point.backend == ROUTING else point.model.score_function
+    first = None if point.tokens_R is None else int(point.tokens_R[:rank].sum())
+    return Tokens(layer, batch, rank, context, made.scores_TE.to(device), function, first=first)
+
+
+def for_every_rank(
+    function: Callable[[Tokens], V],
+    point: Point,
+    layer: int | None,
+    batch: int,
+    device: torch.device,
+    few: int | None = None,
+) -> list[V]:
+    """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
+
+    In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
+    tokens of one rank at a time.
+    """
+    point.workloads[layer].solve(batch)  # before threads ask for it
+    ranks, num_threads = range(point.world_size), torch.get_num_threads()
+
+    @torch.inference_mode()
+    def of_rank(rank: int) -> V:
+        return function(tokens(point, layer, batch, rank, device, few))
+
+    torch.set_num_threads(1)
+    try:
+        if device.type != "cpu":
+            return list(map(of_rank, ranks))
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(of_rank, ranks))
+    finally:
+        torch.set_num_threads(num_threads)

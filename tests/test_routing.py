@@ -50,7 +50,7 @@ def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Pat
     for rank in range(4):
         few, whole = (Router(comparison, CPU, few=few).tokens(None, 0, rank) for few in (3, None))
         rows = torch.linspace(0, whole.num_tokens - 1, 3).long()
-        assert torch.equal(few.drawn_TE, whole.drawn_TE[rows])
+        assert torch.equal(few.workload_scores_TE, whole.workload_scores_TE[rows])
         assert rows[-1] == whole.num_tokens - 1
 
 
@@ -67,7 +67,7 @@ def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_pa
         first = Router(comparison, CPU).tokens(None, 0, 0)
         seen = first.seen_by(comparison.cases[0])
         assert (seen.score_function is None) == (backend == ROUTING)
-        torch.testing.assert_close(seen.scores_TE, first.drawn_TE, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(seen.scores_TE, first.workload_scores_TE, rtol=1e-5, atol=1e-7)
 
 
 def test_random_policies_draw_anew_for_every_batch_rank_and_layer(tmp_path: Path) -> None:

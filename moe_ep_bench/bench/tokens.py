@@ -32,7 +32,7 @@ class Tokens:
     Attributes:
         rank: of all ranks: random policies draw by it.
         context: facts of the tokens, but for randomness; a policy sees ``routing.Router.context``.
-        drawn_TE: float32 [T, E], the workload's scores.
+        workload_scores_TE: float32 [T, E], the workload's scores.
         score_function: by which the layer makes scores of its logits; None where no layer is asked.
         number: of the micro-batch, of those that a rank's tokens are cut into.
         first: how many tokens the ranks before it have; None = as many each as this one, or nearly.
@@ -42,26 +42,26 @@ class Tokens:
     batch: int
     rank: int
     context: RoutingContext
-    drawn_TE: Tensor
+    workload_scores_TE: Tensor
     score_function: str | None = None
     number: int = 0
     first: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.drawn_TE)
+        return len(self.workload_scores_TE)
 
     @cached_property
     def logits_TE(self) -> Tensor:  # noqa: N802
         """What the layer's router sees in place of its gate's output."""
         assert self.score_function is not None
-        return logits_from_scores(self.drawn_TE, self.score_function)
+        return logits_from_scores(self.workload_scores_TE, self.score_function)
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802
         """What a policy sees: what the layer makes of its logits, else scores as they are."""
         if self.score_function is None:
-            return self.drawn_TE
+            return self.workload_scores_TE
         return scores_from_logits(self.logits_TE, self.score_function)
 
     @cached_property
@@ -77,8 +77,10 @@ class Tokens:
         """The same tokens with the same values in other places, so that loads are balanced."""
         context = self.context
         groups = context.num_groups, context.top_groups
-        first = self.rank * len(self.drawn_TE) if self.first is None else self.first
-        return replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
+        first = self.rank * len(self.workload_scores_TE) if self.first is None else self.first
+        return replace(
+            self, workload_scores_TE=balanced_scores(self.workload_scores_TE, context.top_k, *groups, first=first)
+        )
 
     def parts(self, num_parts: int) -> list[Tokens]:
         """The tokens in so many micro-batches, in order, as even as can be."""
@@ -90,10 +92,10 @@ class Tokens:
             replace(
                 self,
                 number=number,
-                drawn_TE=drawn_TE,
+                workload_scores_TE=workload_scores_TE,
                 context=replace(self.context, **{name: values[number] for name, values in cut.items()}),
             )
-            for number, drawn_TE in enumerate(self.drawn_TE.tensor_split(num_parts))
+            for number, workload_scores_TE in enumerate(self.workload_scores_TE.tensor_split(num_parts))
         ]
 
 

@@ -28,7 +28,7 @@ from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan_experiments
 from moe_ep_bench.bench.point import Point
-from moe_ep_bench.bench.traffic import LayerTraffic
+from moe_ep_bench.bench.traffic import LayerTraffic, route_batch
 from moe_ep_bench.config.files import experiments_of, override
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import SENT_BYTES, Device
@@ -65,7 +65,7 @@ class Run:
         case = next((one for one in comparison.cases if one.replication is not None), comparison.cases[0])
         ranks = ModelledRanks(comparison, [case], torch.device("cpu"), lambda _: None)
         measure_point(ranks, ranks.begin)
-        self.layers = ranks.traffic[case.case_id].layers
+        self.layers = route_batch(ranks.router, [case], 0)[0].layers
         times_RC = ranks.samples[case.case_id][:, 0]
         last = times_RC[times_RC[:, ranks.columns.index(TOTAL)].argmax()]
         self.us = {name: float(us) for name, us in zip(ranks.columns, last, strict=True)}

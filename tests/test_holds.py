@@ -19,9 +19,9 @@ from virtual_time import HandClock
 from moe_ep_bench.analysis.store import paced
 from moe_ep_bench.bench.measure import Case
 from moe_ep_bench.bench.virtual_ranks import VirtualRanks
-from moe_ep_bench.bench.virtual_stack import VirtualStack
 from moe_ep_bench.config import MeasureConfig
 from moe_ep_bench.layer.host import device_scope, free_memory
+from moe_ep_bench.layer.virtual import VirtualStack
 from moe_ep_bench.schema import HOST, HOST_BUSY, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import syncs
 from moe_ep_bench.timing import timer as timer_module

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import yaml
 from trace_files import write_trace
 
+from moe_ep_bench.bench import commands
 from moe_ep_bench.bench.description import describe_timed_run, workload_facts
 from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
 from moe_ep_bench.bench.point import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Point
@@ -189,11 +192,14 @@ def test_a_title_names_what_takes_the_place_of_a_skews_own_load(
     assert one.traffic == words
 
 
-def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path) -> None:
+def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = on(RANKS, config)
     text = plan_text(planned)
     config.unlink()
-    found = read_plan(text, NUM_RANKS)
+    monkeypatch.setattr(commands, "launched_plan", lambda: text)
+    alone: Any = SimpleNamespace(world_size=NUM_RANKS, agree=lambda act: act(), all_gather=lambda facts: [facts])
+    alone.report_error = bool
+    found = commands._agreed_plan(alone, config, [], 0, None)
     assert [one.definition for one in found] == [one.definition for one in planned]
     assert [cases(one) for one in found] == [cases(one) for one in planned]
     assert [one.experiment.point for one in found] == [one.experiment.point for one in planned]

@@ -29,9 +29,9 @@ from moe_ep_bench.timing.protocol import (
     UNCOUNTED,
     Step,
     WarmUp,
+    all_steps,
     measure,
     order,
-    plan,
     probe_floor_us,
     turn_of,
     warm_breakdowns,
@@ -85,7 +85,7 @@ def test_every_case_takes_every_place_and_follows_every_other_equally_often(num_
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
 def test_every_batch_is_timed_equally_often(num_batches: int, iterations: int, breakdowns: int) -> None:
-    steps = [step for step in plan(num_batches, iterations, min(breakdowns, iterations)) if step.kind != UNCOUNTED]
+    steps = [step for step in all_steps(num_batches, iterations, min(breakdowns, iterations)) if step.kind != UNCOUNTED]
     kinds = Counter((step.batch, step.kind) for step in set(steps))
     counts = {PLAIN: iterations, BREAKDOWN: min(breakdowns, iterations)}
     assert kinds == Counter({(batch, kind): n for batch in range(num_batches) for kind, n in counts.items() if n})
@@ -97,7 +97,7 @@ def test_no_plain_iteration_of_a_batch_follows_a_broken_down_one_of_any(
     num_batches: int, iterations: int, breakdowns: int
 ) -> None:
     """Of 240 behind such ones five took 7 to 35 % longer on an H100, each of a batch that had not run since."""
-    steps = plan(num_batches, iterations, min(breakdowns, iterations))
+    steps = all_steps(num_batches, iterations, min(breakdowns, iterations))
     for batch in range(num_batches):
         last = max((place for place, step in enumerate(steps) if step.kind == BREAKDOWN), default=len(steps))
         behind = [step.kind for step in steps[last + 1 :] if step.batch == batch]
@@ -113,7 +113,7 @@ def test_no_plain_iteration_of_a_batch_follows_a_broken_down_one_of_any(
 
 
 def test_of_uncounted_iterations_nothing_is_kept() -> None:
-    ran, kept, steps = [], [], plan(2, 2, 1)
+    ran, kept, steps = [], [], all_steps(2, 2, 1)
     case = SimpleNamespace(case_id="case", time=lambda step: ran.append(step))
     measure([case], steps, lambda case_id: None, lambda index, step, taken: kept.append(step))
     assert ran == steps
@@ -240,7 +240,7 @@ def test_a_flush_writes_twice_the_cache_and_then_reads_it_so_that_no_line_is_lef
 def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, ran, steps = HandClock(), [], plan(4, 3, 0)
+    clock, ran, steps = HandClock(), [], all_steps(4, 3, 0)
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 7000).__next__)
     monkeypatch.setattr(time, "perf_counter_ns", itertools.count(0, 9000).__next__)
     cases = [FakeCase(lambda batch, name=name: ran.append((name, batch))) for name in range(3)]
@@ -278,7 +278,7 @@ class RecordingClock(HandClock):
 
 
 def measures(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
-    cases, steps = [FakeCase(clock.does("work"))], plan(1, 1, 0)
+    cases, steps = [FakeCase(clock.does("work"))], all_steps(1, 1, 0)
     measured(cases, steps, clock, clock.does("meet"), flush=clock.does("flush"), hold_us=300)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,11 +14,56 @@ import torch
 
 from moe_ep_bench.bench import commands, inspection
 from moe_ep_bench.bench.job import Job
+from moe_ep_bench.bench.measure import Case, Runner, measure_point
 from moe_ep_bench.bench.real_ranks import RealRanks
 from moe_ep_bench.bench.result import Result
 from moe_ep_bench.layer.graphs import unfit_environment
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import ReportedError
+from moe_ep_bench.timing.protocol import PLAIN, UNCOUNTED, Step
+
+
+class Taped(Runner):
+    """Writes down what the protocol asks for; ``fails`` names the step that leaves no case."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.tape, self.fails, self.cases = [], fails, [Case(SimpleNamespace(case_id="native"), self)]
+        for name in ("try_alone", "check", "capture", "warm_up", "check_again", "finish"):
+            setattr(self, name, partial(self.note, name))
+
+    def note(self, name: str) -> list[str]:
+        self.tape.append(name)
+        if name == self.fails:
+            self.cases.clear()
+        return self.tape
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        self.note("begin to watch")
+        yield
+        self.note("end")
+
+    def schedule(self) -> Iterator[list[Step]]:
+        for batch in range(2):
+            self.note(f"batch {batch}")
+            yield [Step(batch, 0, kind) for kind in (PLAIN, UNCOUNTED)]
+
+    def time(self, case: Case, step: Step) -> str:
+        return f"{case.case_id} {step.kind}"
+
+    def keep(self, case: int, step: Step, times: str) -> None:
+        self.note(f"{step.batch} {times}")
+
+
+def test_a_point_is_checked_warmed_up_timed_and_checked_again() -> None:
+    begun: list[str] = []
+    checks = ["try_alone", "check", "capture"]
+    timed = ["begin to watch", "batch 0", "0 native plain", "batch 1", "1 native plain", "end"]
+    assert measure_point(Taped(), begun.append) == [*checks, "warm_up", *timed, "check_again", "finish"]
+    assert begun == ["native"] * 4
+    for number, name in enumerate(checks):
+        assert measure_point(Taped(fails=name), begun.append) == [*checks[: number + 1], "finish"]
+    assert len(begun) == 4, "nothing is timed where no case is left"
 
 
 def test_a_runner_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK
-from moe_ep_bench.runtime.torchrun import asked_to_close, leave_status, torchrun
+from moe_ep_bench.runtime.torchrun import asked_to_close, launched_plan, leave_status, torchrun
 
 FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
 
@@ -110,6 +110,14 @@ def test_sigusr1_is_a_request_to_close_that_ranks_of_later_launches_find_too(ran
     assert len(commands) == 2, "what follows is not begun"
     assert signal.getsignal(signal.SIGUSR1) == earlier
     assert not asked_to_close()
+
+
+def test_every_launch_finds_the_plan_and_somebody_elses_ranks_find_none(ranks) -> None:
+    found: list[str | None] = []
+    ranks(lambda: (found.append(launched_plan()), agree(OK)))
+    torchrun([["run"]] * 2, 1, plan='{"hash": "h"}')
+    assert found == ['{"hash": "h"}'] * 2
+    assert launched_plan() is None
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])

@@ -32,13 +32,13 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import VIRTUAL
 from moe_ep_bench.bench.traffic import Traffic, route_layer
 from moe_ep_bench.bench.virtual_ranks import VirtualRanks
-from moe_ep_bench.bench.virtual_stack import Announced, VirtualStack
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.layer.experts import DenseReference, seeded_generator
 from moe_ep_bench.layer.host import HostStream
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.stack import Stack
+from moe_ep_bench.layer.virtual import Announced, VirtualStack
 from moe_ep_bench.models import ModelSpec, logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks

@@ -24,5 +24,4 @@ Beside that path
 ``meetings``          what links take for what virtual ranks exchange
 ``paired_run``        emulated ranks beside real ones, for ``validate``
 ``question``          what ``advise`` is asked -> a config and its plan
-``virtual_stack``     a layer seen from each of many ranks, with answers where they would meet
 """

@@ -45,7 +45,7 @@ from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     UNCOUNTED,
     Step,
-    plan,
+    all_steps,
     probe_floor_us,
     warm_breakdowns,
     warm_up,
@@ -376,7 +376,7 @@ class RealRanks(LayerRunner):
     def schedule(self) -> Iterator[Sequence[Step]]:
         """All steps at once, in rounds over the batches."""
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
-        steps = plan(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
+        steps = all_steps(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
         counted = [step for step in steps if step.kind != UNCOUNTED]
         self.samples = Samples(self.timed, counted, columns_of(self.point))
         yield steps

@@ -16,9 +16,10 @@ of a batch-wide policy's statistics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench.point import BASELINE, NATIVE, CaseSpec, Point
-from moe_ep_bench.bench.tokens import Tokens, V, for_every_rank, tokens
+from moe_ep_bench.bench.tokens import Tokens, tokens
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
@@ -37,6 +38,8 @@ from moe_ep_bench.policies.capacity import IMAGE
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
+
+V = TypeVar("V")
 
 
 class Router:
@@ -58,8 +61,26 @@ class Router:
         return tokens(self.point, layer, batch, rank, self.device, self._few)
 
     def for_every_rank(self, function: Callable[[Tokens], V], layer: int | None, batch: int) -> list[V]:
-        """See ``tokens.for_every_rank``."""
-        return for_every_rank(function, self.point, layer, batch, self.device, self._few)
+        """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
+
+        In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
+        tokens of one rank at a time.
+        """
+        self.point.workloads[layer].solve(batch)  # before threads ask for it
+        ranks, num_threads = range(self.point.world_size), torch.get_num_threads()
+
+        @torch.inference_mode()
+        def of_rank(rank: int) -> V:
+            return function(self.tokens(layer, batch, rank))
+
+        torch.set_num_threads(1)
+        try:
+            if self.device.type != "cpu":
+                return list(map(of_rank, ranks))
+            with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                return list(pool.map(of_rank, ranks))
+        finally:
+            torch.set_num_threads(num_threads)
 
     # ---- how a case routes -------------------------------------------------------------------------------------------
 

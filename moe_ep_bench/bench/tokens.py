@@ -7,11 +7,8 @@ Shapes: T = tokens of one rank, E = experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +18,6 @@ from moe_ep_bench.metrics import ScoreMetrics, score_metrics
 from moe_ep_bench.models import logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload.batch import balanced_scores
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,33 +112,3 @@ def tokens(
     function = None if point.backend == ROUTING else point.model.score_function
     first = None if point.tokens_R is None else int(point.tokens_R[:rank].sum())
     return Tokens(layer, batch, rank, context, made.scores_TE.to(device), function, first=first)
-
-
-def for_every_rank(
-    function: Callable[[Tokens], V],
-    point: Point,
-    layer: int | None,
-    batch: int,
-    device: torch.device,
-    few: int | None = None,
-) -> list[V]:
-    """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
-
-    In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
-    tokens of one rank at a time.
-    """
-    point.workloads[layer].solve(batch)  # before threads ask for it
-    ranks, num_threads = range(point.world_size), torch.get_num_threads()
-
-    @torch.inference_mode()
-    def of_rank(rank: int) -> V:
-        return function(tokens(point, layer, batch, rank, device, few))
-
-    torch.set_num_threads(1)
-    try:
-        if device.type != "cpu":
-            return list(map(of_rank, ranks))
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(of_rank, ranks))
-    finally:
-        torch.set_num_threads(num_threads)

@@ -1,6 +1,6 @@
 """Virtual ranks on the device that is here: their values beside the reference, and their times, one after another.
 
-The very layer or model that real ranks run is timed; ``virtual_stack`` answers where its ranks would meet.
+The very layer or model that real ranks run is timed; ``layer.virtual`` answers where its ranks would meet.
 
 Shapes: R = virtual ranks, T = tokens of a rank, N = tokens of all ranks, D = hidden size.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -22,13 +21,13 @@ from moe_ep_bench.bench.measure import Case
 from moe_ep_bench.bench.point import CaseSpec, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.tokens import Tokens
-from moe_ep_bench.bench.traffic import Traffic, route_layer
-from moe_ep_bench.bench.virtual_stack import Announced, VirtualStack
+from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, route_layer
 from moe_ep_bench.cost_model.timeline import RankTime, legs_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.stack import Stack
+from moe_ep_bench.layer.virtual import Announced, VirtualStack
 from moe_ep_bench.machine.monitor import watched_machine
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import BESIDE_TOTAL
@@ -56,7 +55,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         self.small = SmallLayers(point, device)
         self.virtual = VirtualStack(stack_builder(point, device), point.ep_size)
         self.stack = self.virtual.stack
-        self._kept_tokens: tuple[Any, dict[int | None, Tokens]] = None, {}
+        self._tokens = lru_cache(maxsize=1)(self._make_tokens)  # All cases follow each other on the same ones.
         self._hidden = self._cache = None
         if point.scope == "layer":
             generator = seeded_generator(device, layer.seed, HIDDEN, most)
@@ -124,7 +123,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         layers = {layer: tokens.seen_by(case.spec) for layer, tokens in self._tokens(batch, rank).items()}
         self.router.enter(case.spec, self.stack, layers)
         self.virtual.announced = {
-            layer: Announced.of(of_layer, self.device) for layer, of_layer in traffic.layers.items()
+            layer: _announced(of_layer, self.device) for layer, of_layer in traffic.layers.items()
         }
         return self._input(traffic, rank)
 
@@ -144,12 +143,9 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         beside = {name: times[name] for name in BESIDE_TOTAL if name in times}
         return [RankTime(*legs_of(recorder.segments_us()), beside)]
 
-    def _tokens(self, batch: int, rank: int) -> dict[int | None, Tokens]:
-        """A rank's tokens by layer; the last ones are kept, which all cases run on."""
-        if self._kept_tokens[0] != (batch, rank):
-            made = {layer: self.router.tokens(layer, batch, rank) for layer in self.point.workloads}
-            self._kept_tokens = (batch, rank), made
-        return self._kept_tokens[1]
+    def _make_tokens(self, batch: int, rank: int) -> dict[int | None, Tokens]:
+        """A rank's tokens by layer."""
+        return {layer: self.router.tokens(layer, batch, rank) for layer in self.point.workloads}
 
     def _input(self, traffic: Traffic, rank: int) -> Tensor | Pass:
         """What a rank runs: hidden states [T, 1, D] of a layer, a model's pass."""
@@ -158,6 +154,11 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         assert traffic.lengths_R is not None
         lengths = traffic.lengths_R[rank]
         return random_pass(self.point, self.device, traffic.batch, rank, lengths, self._cache)
+
+
+def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:
+    """What all ranks send in a layer, on the device, where a gather would leave it."""
+    return Announced(torch.from_numpy(traffic.counts_RP).to(device), traffic.stats_SE)
 
 
 class SmallLayers:
@@ -176,7 +177,7 @@ class SmallLayers:
         router, ranks = self._router, range(self._num_ranks)
         (traffic,) = route_layer(router, [case], layer, 0)
         tokens_R = [router.tokens(layer, 0, rank).seen_by(case) for rank in ranks]
-        self._virtual.announced = {None: Announced.of(traffic, self._device)}
+        self._virtual.announced = {None: _announced(traffic, self._device)}
         hidden, reference = self._input(tuple(traffic.num_tokens_R))
         outputs = self._virtual.side_by_side(
             [of_rank.unsqueeze(1) for of_rank in hidden],

@@ -83,7 +83,7 @@ class Timed(Protocol):
         ...
 
 
-def plan(num_batches: int, iterations: int, breakdown_iterations: int) -> list[Step]:
+def all_steps(num_batches: int, iterations: int, breakdown_iterations: int) -> list[Step]:
     """All steps, in rounds of each batch once: half of the plain ones, broken down ones, an uncounted one, the rest."""
     half = -(-iterations // 2)
     rounds = [(PLAIN, iteration) for iteration in range(half)]

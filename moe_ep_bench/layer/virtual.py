@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.traffic import LayerTraffic
 from moe_ep_bench.layer.components import fill_experts_
 from moe_ep_bench.layer.experts import ROUTED, ROWS, ExpertWeights, expert_weights, seeded_generator
 from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
@@ -54,11 +53,6 @@ class Announced(NamedTuple):
 
     counts_RP: Tensor
     stats_SE: Tensor | None = None
-
-    @staticmethod
-    def of(traffic: LayerTraffic, device: torch.device) -> Announced:
-        """The same on the device, where a gather would leave it."""
-        return Announced(torch.from_numpy(traffic.counts_RP).to(device), traffic.stats_SE)
 
 
 class VirtualStack:

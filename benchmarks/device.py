@@ -39,10 +39,10 @@ from moe_ep_bench.cost_model.expert_table import balanced_loads
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.experts import first_rows
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.layer.components import DecodeExperts, GroupedExperts, expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import expert_parallel_groups, moe_utils
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import SdpaAttention
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.machine import provenance
@@ -140,7 +140,7 @@ class Bench:
         about = {"what": "backends", **shape_of(model), "num_tokens": num_tokens}
         with device_scope():
             groups, names = expert_parallel_groups(1, 120), ["sequential", *self.fused, "grouped"]
-            stacks = {name: Stack(model, self.dtype, self.device, groups, 0, Parts(name)) for name in names}
+            stacks = {name: Stack(model, self.dtype, self.device, groups, 0, LayerBackend(name)) for name in names}
             runs: Runs = {name: partial(stack.forms[None].native.experts, *inputs) for name, stack in stacks.items()}
             flops = 6.0 * pairs * model.hidden_size * model.ffn_hidden_size
             yield from self.timed(runs, about | {"flops": flops})
@@ -238,9 +238,9 @@ def shape_of(model: ModelSpec) -> Row:
 
 
 def has_transformer_engine(device: torch.device) -> bool:
-    """Whether its parts of a layer can run here."""
+    """Whether its layer backend can run here."""
     try:
-        Parts.choose("te", on_cpu=device.type == "cpu")
+        LayerBackend.choose("te", on_cpu=device.type == "cpu")
     except UserError:
         return False
     return True

@@ -21,13 +21,13 @@ from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
 from moe_ep_bench.layer import components
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.layer.graphs import CapturedRun
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import weighted
 
-BY_MAP = Parts("decode")
+BY_MAP = LayerBackend("decode")
 
 
 class TopKOnDevice(Policy):
@@ -48,7 +48,7 @@ def gathered_layers_equal_the_dense_reference_and_route_like_others(lab: Lab) ->
         reference = lab.reference(name, hidden_TD)
         for spec in specs:
             _, expected = lab.route(lab.layers(name), spec, hidden_TD, scores_TE)
-            output_TD, routing = lab.route(lab.layers(name, parts=BY_MAP), spec, hidden_TD, scores_TE)
+            output_TD, routing = lab.route(lab.layers(name, layer_backend=BY_MAP), spec, hidden_TD, scores_TE)
             assert torch.equal(routing.map_TE, expected.map_TE), f"{name} {spec}"
             assert_right(reference, output_TD, routing, f"{name} {spec}")
 
@@ -71,7 +71,7 @@ def experts_by_map_permute_nothing_know_no_counts_and_sum_bfloat16_in_float32(la
 @law(1)
 def what_a_graph_reads_lives_as_long_as_the_graph(lab: Lab) -> None:
     """The next case gets a context of its own; the random numbers of this one would be given back."""
-    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    stack, (hidden_TD, scores_TE) = lab.stack(layer_backend=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with mock.patch.object(components, "decode_experts", dense_decode_experts):
         lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
         stack.select_forms(stack.forms)

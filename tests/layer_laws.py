@@ -16,9 +16,9 @@ from virtual_time import all_in, passing_where_late
 from waits import watched_waits
 
 from moe_ep_bench.layer import components, megatron
+from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import MoELayer
-from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.stack import Forms, Stack
 from moe_ep_bench.models import ModelSpec, load_model, logits_from_scores, scores_from_logits
@@ -77,7 +77,7 @@ FOUR_EXPERTS = ModelSpec(
     normalize=True,
 )  # fmt: skip
 MADE_UP = {model.name: model for model in (SIGMOID_MODEL, ROOT_MODEL, FOUR_EXPERTS)}
-PERMUTED = [Parts("sequential"), Parts("grouped")]
+PERMUTED = [LayerBackend("sequential"), LayerBackend("grouped")]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -106,7 +106,7 @@ class Lab:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.groups = megatron.expert_parallel_groups(ranks.world_size, 60)
-        self._stacks: dict[tuple[str, torch.dtype, Parts], Stack] = {}
+        self._stacks: dict[tuple[str, torch.dtype, LayerBackend], Stack] = {}
 
     def model(self, name: str = LITE) -> ModelSpec:
         return MADE_UP[name] if name in MADE_UP else load_model(name).scaled(1 / 32)
@@ -115,17 +115,21 @@ class Lab:
     def ep_group(self) -> dist.ProcessGroup:
         return self.groups.ep
 
-    def new_stack(self, name: str, dtype: torch.dtype, parts: Parts) -> Stack:
-        return Stack(self.model(name), dtype, self.ranks.device, self.groups, SEED, parts)
+    def new_stack(self, name: str, dtype: torch.dtype, layer_backend: LayerBackend) -> Stack:
+        return Stack(self.model(name), dtype, self.ranks.device, self.groups, SEED, layer_backend)
 
-    def stack(self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS) -> Stack:
-        key = (name, dtype, parts)
+    def stack(
+        self, name: str = LITE, dtype: torch.dtype = torch.float32, layer_backend: LayerBackend = DEFAULT_BACKEND
+    ) -> Stack:
+        key = (name, dtype, layer_backend)
         if key not in self._stacks:
             self._stacks[key] = self.new_stack(*key)
         return self._stacks[key]
 
-    def layers(self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS) -> Forms:
-        return self.stack(name, dtype, parts).forms[None]
+    def layers(
+        self, name: str = LITE, dtype: torch.dtype = torch.float32, layer_backend: LayerBackend = DEFAULT_BACKEND
+    ) -> Forms:
+        return self.stack(name, dtype, layer_backend).forms[None]
 
     def forget(self) -> None:
         """Layers of groups that are not used any more."""
@@ -267,10 +271,10 @@ def backends_and_permutations_give_the_same_output(lab: Lab) -> None:
         hidden_TD = hidden_TD.to(dtype)
         reference, given_TE = lab.reference(name, hidden_TD), scores_TE if dtype == torch.float32 else None
         for spec in SOME[:4]:
-            for parts in PERMUTED:
-                output_TD, routing = lab.route(lab.layers(name, dtype, parts), spec, hidden_TD, given_TE)
+            for layer_backend in PERMUTED:
+                output_TD, routing = lab.route(lab.layers(name, dtype, layer_backend), spec, hidden_TD, given_TE)
                 assert routing.weights_TE.dtype == torch.float32
-                assert_right(reference, output_TD, routing, f"{name} {parts} {spec}")
+                assert_right(reference, output_TD, routing, f"{name} {layer_backend} {spec}")
 
 
 def permuted(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, num_out_tokens: int) -> tuple[Tensor, ...]:
@@ -313,8 +317,8 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
     for permute in ("indexed", "megatron", "fused")[: 3 if lab.ranks.device.type == "cpu" else 2]:
         with mock.patch.multiple(megatron.moe_utils, create=True, **FUSED):
             # Built unfused: Megatron-Core would put the fused kernels' tensors onto a GPU.
-            parts = Parts("grouped" if permute == "indexed" else "sequential")
-            layers, spare = lab.new_stack(LITE, torch.float32, parts).forms[None], []
+            layer_backend = LayerBackend("grouped" if permute == "indexed" else "sequential")
+            layers, spare = lab.new_stack(LITE, torch.float32, layer_backend).forms[None], []
             for form in layers:
                 form.token_dispatcher.config.moe_permute_fusion = permute == "fused"
             dispatcher, gathered = layers.policy.token_dispatcher, []
@@ -371,11 +375,11 @@ def a_rank_without_tokens_and_a_batch_smaller_than_the_experts_work(lab: Lab) ->
         mine = num_tokens if lab.ranks.rank == lab.ranks.world_size - 1 else 0
         hidden_TD, scores_TE = lab.all_hidden(model, 3)[:mine], lab.all_scores(model, 3)[:mine]
         reference = lab.reference(LITE, hidden_TD)
-        for parts in PERMUTED:
+        for layer_backend in PERMUTED:
             for spec in SOME if num_tokens else SOME[:2]:
-                output_TD, routing = lab.route(lab.layers(parts=parts), spec, hidden_TD, scores_TE)
+                output_TD, routing = lab.route(lab.layers(layer_backend=layer_backend), spec, hidden_TD, scores_TE)
                 assert output_TD.shape == (mine, model.hidden_size)
-                assert_right(reference, output_TD, routing, f"{spec} {parts}")
+                assert_right(reference, output_TD, routing, f"{spec} {layer_backend}")
 
 
 class Choice(Policy):
@@ -533,7 +537,10 @@ def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
         assert lab.ep_group.size() == 2
         assert megatron.expert_parallel_groups(4, 60) is whole, "groups of a size are formed once"
         assert lab.ep_group.rank() == lab.ranks.rank % 2
-        layers, reference = lab.new_stack(LITE, torch.float32, Parts()).forms[None], lab.reference(LITE, hidden_TD)
+        layers, reference = (
+            lab.new_stack(LITE, torch.float32, LayerBackend()).forms[None],
+            lab.reference(LITE, hidden_TD),
+        )
         for spec in (None, {"name": "expanded_drop", "capacity_factor": 1.0}):
             assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), spec)
     finally:

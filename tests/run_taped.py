@@ -16,13 +16,13 @@ from torch import Tensor
 from moe_ep_bench.bench import real_ranks
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import PolicyForm
-from moe_ep_bench.layer import components, parts
+from moe_ep_bench.layer import backend, components
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned
 from moe_ep_bench.policies.selection import TopK
 
 
-def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
+def _choose(*asked: str, cuda_graph: bool, **rest: object) -> backend.LayerBackend:
     found = _CHOOSE(*asked, **rest)
     return replace(found, cuda_graph=cuda_graph)
 
@@ -37,11 +37,11 @@ def _unseen(self: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: 
     return Routing(map_TE=map_TE, weights_TE=(1 + captures) * scores_TE * map_TE)
 
 
-_CHOOSE = parts.Parts.choose
+_CHOOSE = backend.LayerBackend.choose
 
 if __name__ == "__main__":
     with (
-        mock.patch.object(parts.Parts, "choose", staticmethod(_choose)),
+        mock.patch.object(backend.LayerBackend, "choose", staticmethod(_choose)),
         mock.patch.object(PolicyForm, "runs", return_value="torch"),  # A tape holds torch's operations alone.
         mock.patch.object(real_ranks, "Graph", TapeGraph),
         mock.patch.object(torch.cuda, "graph_pool_handle"),

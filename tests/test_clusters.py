@@ -120,7 +120,7 @@ def test_without_its_passes_or_its_fused_kernels_the_layer_would_not_fit() -> No
 )
 def test_a_comparison_says_which_layer_is_modelled(settings: dict[str, str], experts: str, permute: str) -> None:
     comparison = clusters.compared(STATED["configs"]["megatron-deepseek"], settings)
-    assert (comparison.parts.experts, comparison.parts.permute) == (experts, permute)
+    assert (comparison.layer_backend.experts, comparison.layer_backend.permute) == (experts, permute)
     words = describe_device(comparison.device.facts)
     assert ("Transformer Engine's passes" in words) == (experts == "te")
     assert f"{comparison.device.permute} permutation at" in words

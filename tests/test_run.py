@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR, UserError
-from moe_ep_bench.layer import parts
+from moe_ep_bench.layer import backend
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
@@ -241,7 +241,7 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(parts, "version_of", lambda distribution: "2.7")
+    monkeypatch.setattr(backend, "version_of", lambda distribution: "2.7")
     for name in ("_lazy_init", "mem_get_info", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, refused)
     monkeypatch.setattr(torch, "mm", refused)

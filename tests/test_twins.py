@@ -26,7 +26,7 @@ from moe_ep_bench.facts import Component
 from moe_ep_bench.facts.words import component_words
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
-from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadOnly
 from moe_ep_bench.policies.selection import TopK
@@ -126,4 +126,4 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     assert torch.equal(row_sums(rows_N2F.as_subclass(OnGpu), places_N, ends_T), expected_TF)
     for asked, key in (("decode", "layer.experts: decode"), ("auto", "layer.cuda_graph: true")):
         with pytest.raises(ValueError, match=f"{key} needs Triton's kernels on a GPU: no C compiler"):
-            Parts.choose(asked, cuda_graph="graph" in key, on_cpu=False)
+            LayerBackend.choose(asked, cuda_graph="graph" in key, on_cpu=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, instrumented_model
 from moe_ep_bench.layer.stack import Stack
@@ -22,7 +22,7 @@ from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_d
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 SEED = 3
-MEGATRON = Parts("sequential")
+MEGATRON = LayerBackend("sequential")
 LENGTHS = (7, 7, 12, 3)
 # Latent attention, a dense layer and shared experts; norms of queries and keys; grouped queries; biases.
 MODELS = ("deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "qwen1.5-moe-a2.7b")
@@ -34,18 +34,20 @@ class Lab:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.groups = megatron.expert_parallel_groups(ranks.world_size, 60)
-        self._built: dict[tuple[str, Parts], Stack] = {}
+        self._built: dict[tuple[str, LayerBackend], Stack] = {}
 
     def model(self, name: str) -> ModelSpec:
         """A preset with narrow layers and few words, so that CPU ranks can run it."""
         return load_model(name).scaled(1 / 32).model_copy(update={"vocab_size": 512})
 
-    def build(self, name: str, parts: Parts = MEGATRON) -> Stack:
-        if (name, parts) not in self._built:
+    def build(self, name: str, layer_backend: LayerBackend = MEGATRON) -> Stack:
+        if (name, layer_backend) not in self._built:
             model = self.model(name)
             sizes = {"num_layers": model.first_dense_layers + 2, "max_length": 64}
-            self._built[name, parts] = Stack(model, torch.float32, self.ranks.device, self.groups, SEED, parts, **sizes)
-        built = self._built[name, parts]
+            self._built[name, layer_backend] = Stack(
+                model, torch.float32, self.ranks.device, self.groups, SEED, layer_backend, **sizes
+            )
+        built = self._built[name, layer_backend]
         for forms in built.forms.values():
             forms.native.router.replay_TE = forms.policy.router.replay_TE = None
             forms.policy.router.policy = make_policy({"name": "topk"})
@@ -98,7 +100,7 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
     for name in MODELS:
         model, built = lab.model(name), lab.build(name)
         theirs = unmodified(lab, name, built)
-        packed_SV = lab.prompts(model)(lab.build(name, Parts()).gpt)
+        packed_SV = lab.prompts(model)(lab.build(name, LayerBackend()).gpt)
         alone = [whole_sequence(theirs, ids_T)[-1] for ids_T in lab.ids(model, sum(LENGTHS)).split(LENGTHS)]
         torch.testing.assert_close(packed_SV, torch.stack(alone), rtol=1e-3, atol=1e-4, msg=f"{name}")
         if not isinstance(model.attention, LatentAttention):
@@ -119,7 +121,7 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
 @law()
 def positions_of_many_prompts_are_set_at_once(lab: Lab) -> None:
     """Megatron-Core 0.19 launches a dozen kernels for each prompt: many would measure launches."""
-    built, rotate = lab.build(LITE, Parts()), megatron.rope_utils._apply_rotary_pos_emb_bshd
+    built, rotate = lab.build(LITE, LayerBackend()), megatron.rope_utils._apply_rotary_pos_emb_bshd
     with mock.patch.object(megatron.rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
         lab.prompts(lab.model(LITE))(built.gpt)
     assert calls.call_count == 2 * len(built.gpt.decoder.layers), "queries and keys of each layer"
@@ -128,7 +130,7 @@ def positions_of_many_prompts_are_set_at_once(lab: Lab) -> None:
 @law()
 def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
     for name in MODELS:
-        model, built = lab.model(name), lab.build(name, Parts())
+        model, built = lab.model(name), lab.build(name, LayerBackend())
         ids_BS = lab.ids(model, 3 * 9).view(3, 9)
         cache = KeyValueCache(max_requests=3, context_length=8)
         cache.fill_(built.gpt, lab.ranks.device, SEED)
@@ -144,7 +146,7 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
 
 @law()
 def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
-    model, built = lab.model(LITE), lab.build(LITE, Parts())
+    model, built = lab.model(LITE), lab.build(LITE, LayerBackend())
     prompts = lab.prompts(model)
     clock = VirtualTime(lab.ranks.device, op_us=1.0)
     recorder, meet = PhaseRecorder(clock), Rendezvous(lab.groups.ep, lab.ranks.device)
@@ -170,7 +172,7 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
 
 @law()
 def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> None:
-    model, built = lab.model(LITE), lab.build(LITE, Parts())
+    model, built = lab.model(LITE), lab.build(LITE, LayerBackend())
     prompts = lab.prompts(model)
     meet, is_slow = Rendezvous(lab.groups.ep, lab.ranks.device), lab.ranks.rank == 1
 
@@ -190,7 +192,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
 
 @law()
 def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: Lab) -> None:
-    built = lab.build("olmoe-1b-7b", Parts())
+    built = lab.build("olmoe-1b-7b", LayerBackend())
     first, second = (built.forms[layer].native.router.weight for layer in sorted(built.forms))
     assert not torch.equal(first, second)
     # What one rank has; a change of the seeds shows here, and so does a rank that has other weights.

@@ -33,10 +33,10 @@ from moe_ep_bench.bench.point import VIRTUAL
 from moe_ep_bench.bench.traffic import Traffic, route_layer
 from moe_ep_bench.bench.virtual_ranks import VirtualRanks
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend
 from moe_ep_bench.layer.experts import DenseReference, seeded_generator
 from moe_ep_bench.layer.host import HostStream
 from moe_ep_bench.layer.megatron import expert_parallel_groups
-from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualStack
 from moe_ep_bench.models import ModelSpec, logits_from_scores
@@ -108,9 +108,9 @@ class Layer(OnVirtualRanks):
         model: ModelSpec,
         num_ranks: int,
         num_tokens: int = 61,
-        parts: Parts = DEFAULT_PARTS,
+        layer_backend: LayerBackend = DEFAULT_BACKEND,
     ) -> None:
-        build = partial(Stack, model, torch.float32, lab.device, seed=SEED, parts=parts)
+        build = partial(Stack, model, torch.float32, lab.device, seed=SEED, layer_backend=layer_backend)
         sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
         super().__init__(lab, model, build, sizes)
         hidden_TD = torch.randn(num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(8))
@@ -134,11 +134,11 @@ def every_policy_equals_the_dense_reference(lab: Lab) -> None:
 
 @law(1)
 def every_part_equals_the_dense_reference(lab: Lab) -> None:
-    for parts in PERMUTED:
+    for layer_backend in PERMUTED:
         for num_ranks in (2, 4):  # With 4 ranks each has one expert.
-            layer = Layer(lab, FOUR_EXPERTS, num_ranks, 37, parts)
+            layer = Layer(lab, FOUR_EXPERTS, num_ranks, 37, layer_backend)
             for spec in SOME[:2]:
-                layer.check(spec, f"{parts} {num_ranks} {spec}")
+                layer.check(spec, f"{layer_backend} {num_ranks} {spec}")
 
 
 @law(1)

@@ -213,7 +213,7 @@ def _agreed_plan(ranks: Ranks, config: Path, overrides: Sequence[str], launch: i
     points = ranks.agree(read)
     facts = {
         "the config": stable_hash([plan_hash(points), launch]),
-        "what computes experts and permutes": str([one.parts for one in points]),
+        "what computes experts and permutes": str([one.layer_backend for one in points]),
         "the code of moe-ep-bench": provenance.code_hash(),
         **provenance.package_versions(),
     }

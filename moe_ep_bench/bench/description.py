@@ -107,7 +107,7 @@ def routed_facts(comparison: Point) -> RoutedFacts:
 
 
 def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
-    model, experiment, parts = comparison.model, comparison.experiment, comparison.parts
+    model, experiment, layer_backend = comparison.model, comparison.experiment, comparison.layer_backend
     collectives = " with its collectives" * (comparison.ep_size > 1)
     facts = {
         "scale": model.scale,
@@ -115,9 +115,11 @@ def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
         "world_size": comparison.world_size,
         "dtype": experiment.layer.dtype,
         "backend": ranks.backend,
-        "cuda_graph": f"the whole {comparison.scope}{collectives}" if parts.cuda_graph else None,
-        "experts": Component(requested=experiment.layer.experts, ran=parts.experts, why=parts.experts_why),
-        "permute": Component(requested=experiment.layer.permute, ran=parts.permute),
+        "cuda_graph": f"the whole {comparison.scope}{collectives}" if layer_backend.cuda_graph else None,
+        "experts": Component(
+            requested=experiment.layer.experts, ran=layer_backend.experts, why=layer_backend.experts_why
+        ),
+        "permute": Component(requested=experiment.layer.permute, ran=layer_backend.permute),
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
         "departures": list(model.departures),

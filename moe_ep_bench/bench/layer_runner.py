@@ -61,7 +61,7 @@ class LayerRunner(Runner):
 def stack_builder(point: Point, device: torch.device) -> Callable[..., Stack]:
     """What builds the layer or model, once it is given its process groups."""
     model, settings = point.model, point.experiment.layer
-    build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, parts=point.parts)
+    build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, layer_backend=point.layer_backend)
     if point.scope == "layer":
         return build
     longest = point.context_length + point.most_tokens

@@ -32,7 +32,7 @@ from moe_ep_bench.errors import OK, UserError, brief, naming
 from moe_ep_bench.facts.words import fit_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.policies import source_hash
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
@@ -141,9 +141,10 @@ def make_point(experiment: Experiment, backend: str, world_size: int | None = No
     if (tokens_R := experiment.workload.tokens_of_ranks) is not None:
         of_each = f"a number for each of the {world_size} ranks"
         checks.refuse(len(tokens_R) != world_size, "workload.tokens_of_ranks", of_each, f"{len(tokens_R)} of them")
-    workloads, parts = open_workloads(experiment, world_size), _parts(experiment, backend, links, device, on_cpu=on_cpu)
+    workloads = open_workloads(experiment, world_size)
+    layer_backend = _layer_backend(experiment, backend, links, device, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
-    point = Point(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
+    point = Point(experiment, backend, world_size, workloads, layer_backend, links, device, on_gpu)
     checks.check_batches(experiment, point.ep_size, point.num_places, point.rank_tokens)
     _solve_few(point)
     return point
@@ -181,17 +182,19 @@ def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | No
     return links, device
 
 
-def _parts(experiment: Experiment, backend: str, links: Links | None, device: Device | None, *, on_cpu: bool) -> Parts:
+def _layer_backend(
+    experiment: Experiment, backend: str, links: Links | None, device: Device | None, *, on_cpu: bool
+) -> LayerBackend:
     """What computes the experts and permutes: on a modelled device as its figures have it, whatever is here."""
     if backend == ROUTING:
-        return Parts("none")
+        return LayerBackend("none")
     if device is None:
         asked = experiment.layer
-        return Parts.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        return LayerBackend.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
     experts, why = device.experts_ran
     exchange = None if links is None or links.exchange is None else links.exchange.copies
     permute = "none" if exchange == "pair" else {"unfused": "indexed"}.get(device.permute, device.permute)
-    return Parts(experts, experts_why=why, permutation=permute)
+    return LayerBackend(experts, experts_why=why, permutation=permute)
 
 
 def _with_dtype(experiment: Experiment, *, is_modelled: bool) -> Experiment:

@@ -42,7 +42,7 @@ from moe_ep_bench.facts import CaseFacts, Role
 from moe_ep_bench.facts.words import tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of, has_triton
-from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
@@ -131,7 +131,7 @@ class Point:
     Attributes:
         world_size: ranks, real or virtual.
         workloads: by MoE layer, in order (``plan.open_workloads``).
-        parts: what computes the experts and what permutes; nothing does in ``routing``.
+        layer_backend: what computes the experts and what permutes; nothing does in ``routing``.
         links: what stands between virtual ranks; None on real ones.
         device: what stands for each virtual rank; None = the device that is here.
         on_gpu: scores lie on a GPU.
@@ -141,7 +141,7 @@ class Point:
     backend: str
     world_size: int
     workloads: Mapping[int | None, Workload]
-    parts: Parts
+    layer_backend: LayerBackend
     links: Links | None = None
     device: Device | None = None
     on_gpu: bool = False
@@ -310,7 +310,7 @@ class Point:
             self.sizes,
             self.traffic,
             f"layer {self.layer}" if self.layer is not None else "",
-            "CUDA graph" if self.parts.cuda_graph else "",
+            "CUDA graph" if self.layer_backend.cuda_graph else "",
         )
         return ", ".join(filter(None, parts))
 

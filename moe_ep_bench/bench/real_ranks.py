@@ -315,7 +315,7 @@ class RealRanks(LayerRunner):
         A replay meets the other ranks. So they agree first that all have captured a batch, and were alike in the one
         before; where a rank cannot capture, that is the case's problem there.
         """
-        if not self.point.parts.cuda_graph:
+        if not self.point.layer_backend.cuda_graph:
             return
         self.captured, self._pool = {}, torch.cuda.graph_pool_handle()
         self.meet()  # Its communicator is set up at its first use, which no capture allows.

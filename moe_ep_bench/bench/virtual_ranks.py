@@ -169,7 +169,7 @@ class SmallLayers:
         self._router = Router(point, device, few=_CHECKED_TOKENS)
         self._model = point.model.scaled(min(1.0, _CHECKED_WIDTH / point.model.hidden_size))
         self._input = cache(self._make_input)
-        build = partial(Stack, self._model, torch.float32, device, seed=self._seed, parts=point.parts)
+        build = partial(Stack, self._model, torch.float32, device, seed=self._seed, layer_backend=point.layer_backend)
         self._virtual = VirtualStack(build, point.ep_size)
 
     def error(self, case: CaseSpec, layer: int | None) -> float:

@@ -158,7 +158,7 @@ class Device(Preset):
 
     @property
     def experts_ran(self) -> tuple[str, str]:
-        """What a layer's experts are modelled as (``layer.parts``), and why."""
+        """What a layer's experts are modelled as (``layer.backend``), and why."""
         if self.experts is not None:
             return self.experts.name, "the table's"
         return self.experts_as, "a roofline knows no others" if self.experts_as == "grouped" else "the device's"

@@ -93,7 +93,7 @@ def decode_experts(
         gate_up_L2FD: rows of weights, gate and then up.
     """
     if hidden_TD.is_cuda:
-        # Without Triton a layer refuses these experts (``layer.parts``).
+        # Without Triton a layer refuses these experts (``layer.backend``).
         from moe_ep_bench.kernels.decode_experts_triton import decode_experts as compiled
 
         return compiled(hidden_TD, map_TL, weights_TL, gate_up_L2FD, down_LDF)

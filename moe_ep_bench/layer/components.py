@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels.experts import decode_experts, first_rows, row_sums, weighted_swiglu
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.layer.experts import ExpertWeights, fill_mlp_
 from moe_ep_bench.layer.megatron import TransformerConfig, expert_submodule, token_dispatcher
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 
 
@@ -79,13 +79,13 @@ def _weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device), requires_grad=False)
 
 
-def experts_submodule(parts: Parts, num_experts: int) -> Any:
+def experts_submodule(layer_backend: LayerBackend, num_experts: int) -> Any:
     """The submodule that Megatron-Core builds as the experts of an MoE layer."""
-    if parts.experts == "grouped":
+    if layer_backend.experts == "grouped":
         return GroupedExperts
-    if parts.experts == "decode":
+    if layer_backend.experts == "decode":
         return DecodeExperts
-    return expert_submodule(num_experts, use_te=parts.experts == "te")
+    return expert_submodule(num_experts, use_te=layer_backend.experts == "te")
 
 
 def fill_experts_(experts: Any, weights: Iterable[ExpertWeights]) -> None:
@@ -104,15 +104,15 @@ def fill_experts_(experts: Any, weights: Iterable[ExpertWeights]) -> None:
 # ---- dispatchers -----------------------------------------------------------------------------------------------------
 
 
-def own_dispatcher(parts: Parts, *, any_pairs: bool = False) -> Any:
+def own_dispatcher(layer_backend: LayerBackend, *, any_pairs: bool = False) -> Any:
     """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays.
 
     Args:
         any_pairs: for a policy, which gives a token any number of experts.
     """
-    if parts.experts == "decode":
+    if layer_backend.experts == "decode":
         return MapDispatcher
-    if parts.permute == "indexed":
+    if layer_backend.permute == "indexed":
         return IndexedAlltoAllDispatcher
     return BoundedDispatcher if any_pairs else None
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
+from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend
 from moe_ep_bench.models import LatentAttention, ModelSpec
 
 with warnings.catch_warnings():
@@ -96,7 +96,7 @@ def megatron_config(
     model: ModelSpec,
     dtype: torch.dtype,
     ep_size: int,
-    parts: Parts = DEFAULT_PARTS,
+    layer_backend: LayerBackend = DEFAULT_BACKEND,
     *,
     on_cpu: bool,
     num_layers: int | None = None,
@@ -123,12 +123,12 @@ def megatron_config(
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": parts.dispatcher,
-        "moe_permute_fusion": parts.permute == "fused",
-        "moe_router_fusion": parts.fuses_router(model),
+        "moe_token_dispatcher_type": layer_backend.dispatcher,
+        "moe_permute_fusion": layer_backend.permute == "fused",
+        "moe_router_fusion": layer_backend.fuses_router(model),
         # One kernel for SwiGLU and routing weights; without it Transformer Engine's experts take several.
-        "bias_activation_fusion": parts.experts == "te",
-        "moe_grouped_gemm": parts.experts == "te",
+        "bias_activation_fusion": layer_backend.experts == "te",
+        "moe_grouped_gemm": layer_backend.experts == "te",
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
         "expert_model_parallel_size": ep_size,
         "gated_linear_unit": True,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend
 from moe_ep_bench.layer.components import BoundedDispatcher, experts_submodule, fill_experts_, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
@@ -32,7 +33,6 @@ from moe_ep_bench.layer.megatron import (
     megatron_config,
     moe_submodules,
 )
-from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.passes import SdpaAttention
 from moe_ep_bench.layer.phases import instrumented, instrumented_model
 from moe_ep_bench.layer.router import PolicyRouter, ReplayRouter
@@ -67,7 +67,7 @@ class Stack:
         device: torch.device,
         groups: ProcessGroupCollection,
         seed: int,
-        parts: Parts = DEFAULT_PARTS,
+        layer_backend: LayerBackend = DEFAULT_BACKEND,
         *,
         num_layers: int | None = None,
         max_length: int = 0,
@@ -79,7 +79,7 @@ class Stack:
             num_layers: of the model, from the first on, with embedding and output layer; None = one MoE layer alone.
             max_length: positions that a sequence of the model may have.
         """
-        self.model, self.dtype, self.device, self.seed, self.parts = model, dtype, device, seed, parts
+        self.model, self.dtype, self.device, self.seed, self.layer_backend = model, dtype, device, seed, layer_backend
         self.groups, self.ep_group = groups, groups.ep
         self.forms: dict[int | None, Forms] = {}
         self.moe_layers: dict[int | None, MoELayer] = {}
@@ -128,12 +128,12 @@ class Stack:
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _config(self, num_layers: int | None = None) -> TransformerConfig:
-        sizes, on_cpu = (self.ep_group.size(), self.parts), self.device.type == "cpu"
+        sizes, on_cpu = (self.ep_group.size(), self.layer_backend), self.device.type == "cpu"
         return megatron_config(self.model, self.dtype, *sizes, on_cpu=on_cpu, num_layers=num_layers)
 
     def _submodules(self, router: Any) -> Any:
         num_experts = self.model.num_experts
-        return moe_submodules(num_experts, router, experts_submodule(self.parts, num_experts))
+        return moe_submodules(num_experts, router, experts_submodule(self.layer_backend, num_experts))
 
     def _new_layer(self, router: Any) -> MoELayer:
         submodules = self._submodules(router)
@@ -153,7 +153,7 @@ class Stack:
 
     def _add(self, layer: int | None, native: MoELayer) -> None:
         """Build the policy's form beside a native one, whose weights it shares."""
-        model, parts = self.model, self.parts
+        model, layer_backend = self.model, self.layer_backend
         context = RoutingContext(
             top_k=model.top_k,
             num_ranks=self.ep_group.size(),
@@ -169,7 +169,7 @@ class Stack:
         policy.experts, policy.shared_experts = native.experts, native.shared_experts
         policy.router.weight = native.router.weight
         for moe in (native, policy):
-            dispatcher = own_dispatcher(parts, any_pairs=moe is policy)
+            dispatcher = own_dispatcher(layer_backend, any_pairs=moe is policy)
             if dispatcher is not None:
                 experts = moe.num_local_experts, moe.local_expert_indices
                 moe.token_dispatcher = dispatcher(*experts, config=moe.config, pg_collection=self.groups)

@@ -26,7 +26,7 @@ _PERMUTATIONS = {"decode": "none", "sequential": "megatron", "te": "fused"}
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerBackend:
     """The implementations that run, with ``auto`` decided."""
 
     experts: str = "grouped"
@@ -52,7 +52,7 @@ class Parts:
         return self.experts == "te" and model.score_function != "sqrtsoftplus"
 
     @staticmethod
-    def choose(experts: str, permute: str = "auto", *, cuda_graph: bool = False, on_cpu: bool) -> Parts:
+    def choose(experts: str, permute: str = "auto", *, cuda_graph: bool = False, on_cpu: bool) -> LayerBackend:
         """Decide ``auto`` for this machine.
 
         Args:
@@ -81,10 +81,10 @@ class Parts:
             raise UserError(f"{key} needs Triton's kernels on a GPU: {without}; see moe-ep-bench doctor")
         if cuda_graph:
             why = "" if experts == "decode" else "a CUDA graph holds no others"
-            return Parts("decode", cuda_graph=True, experts_why=why)
+            return LayerBackend("decode", cuda_graph=True, experts_why=why)
         ran = experts if experts != "auto" else "grouped" if lacking else "te"
         own = "indexed" if permute == "unfused" and ran == "te" else ""
-        return Parts(ran, permutation="fused" if permute == "fused" else own)
+        return LayerBackend(ran, permutation="fused" if permute == "fused" else own)
 
 
-DEFAULT_PARTS = Parts()
+DEFAULT_BACKEND = LayerBackend()

@@ -11,11 +11,11 @@ import torch
 from layer_laws import FUSED
 from torch import Tensor
 
-from moe_ep_bench.layer import megatron, parts
+from moe_ep_bench.layer import backend, megatron
+from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.layer.components import BoundedDispatcher, IndexedAlltoAllDispatcher, own_dispatcher
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import megatron_config
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 from moe_ep_bench.models import ScoreFunction, load_model, logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
@@ -56,16 +56,16 @@ REQUESTS = [
 def test_every_request_and_what_runs(
     asked: str, where: str, te: str | None, expected: tuple[str, str] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "version_of", lambda distribution: te)
+    monkeypatch.setattr(backend, "version_of", lambda distribution: te)
     experts, *more = asked.split(" ")
     graph = "graph" in more
     permute = next((word for word in more if word != "graph"), "auto")
     how = {"cuda_graph": graph, "on_cpu": where == "CPU"}
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            Parts.choose(experts, permute, **how)
+            LayerBackend.choose(experts, permute, **how)
         return
-    chosen = Parts.choose(experts, permute, **how)
+    chosen = LayerBackend.choose(experts, permute, **how)
     assert (chosen.experts, chosen.permute, chosen.cuda_graph) == (*expected, graph)
     assert chosen.fuses_router(load_model("olmoe-1b-7b")) == (chosen.experts == "te")
     assert not chosen.fuses_router(load_model("deepseek-v4-flash"))
@@ -75,15 +75,15 @@ def test_every_request_and_what_runs(
 @pytest.mark.parametrize(
     ("chosen", "native", "policy", "fuses"),
     [
-        (Parts("te"), None, BoundedDispatcher, True),
-        (Parts("te", permutation="indexed"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
-        (Parts("grouped", permutation="fused"), None, BoundedDispatcher, True),
-        (Parts("grouped"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
-        (Parts("sequential"), None, BoundedDispatcher, False),
+        (LayerBackend("te"), None, BoundedDispatcher, True),
+        (LayerBackend("te", permutation="indexed"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
+        (LayerBackend("grouped", permutation="fused"), None, BoundedDispatcher, True),
+        (LayerBackend("grouped"), IndexedAlltoAllDispatcher, IndexedAlltoAllDispatcher, False),
+        (LayerBackend("sequential"), None, BoundedDispatcher, False),
     ],
 )
 def test_fused_permutations_are_megatrons_own_whatever_computes_the_experts(
-    chosen: Parts, native: type | None, policy: type, fuses: bool
+    chosen: LayerBackend, native: type | None, policy: type, fuses: bool
 ) -> None:
     """Ours stands in the dispatcher where they are by index; ``moe_permute_fusion`` is on where they are fused."""
     assert (own_dispatcher(chosen), own_dispatcher(chosen, any_pairs=True)) == (native, policy)

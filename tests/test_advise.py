@@ -25,7 +25,8 @@ from results_builder import (
 from trace_files import write_trace
 
 from moe_ep_bench.analysis import page
-from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_lines, advice_text, candidates
+from moe_ep_bench.analysis.advice import advice_lines, read_advice
+from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_text, candidates
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.description import rest_of
@@ -202,7 +203,7 @@ def test_the_answer_comes_first_in_three_lines(tmp_path: Path) -> None:
     rows = rows_of(text)
     assert [row[-1] for row in rows] == ["faster"] * 3 + ["out of bounds"]
     assert rows[0][1:5] == ["1.300 [1.300, 1.300]", "1.538", "8.0", "96.0"]
-    assert "the pick is judged by the traffic that chose it" in text
+    assert "the pick was chosen and scored on the same traffic" in text
 
 
 def test_the_answer_names_the_speedup_over_topk_where_native_differs_from_it(tmp_path: Path) -> None:
@@ -549,11 +550,13 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert "the traffic's skew is assumed" in first.out
     assert {facts["rest"]["of"] for facts in comparisons(load(out))["facts"]} == {"prompts of 16 tokens"}
     assert f"moe-ep-bench show {out}); config: {out}/advise.yaml" in first.out
-    assert first.out.startswith((out / "advice.txt").read_text().rstrip())
-    assert advice_lines(out) == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
+    lines = [line for block in advice_lines(read_advice(out)) for line in block.splitlines()]
+    assert lines == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
+    answer = json.loads((out / "advice.json").read_text())
+    assert (answer["max_dropped"], answer["answers"][0]["native"]["label"]) == (0.1, "native")
     monkeypatch.setattr(page, "drawings", lambda *_: {})  # figures have tests of their own
     shown = " ".join(page_of([out], []).split())
-    assert all(str(escape(line)) in shown for line in advice_lines(out))
+    assert all(str(escape(line)) in shown for line in lines)
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
     assert main(command) == OK
     assert capsys.readouterr().out == first.out
@@ -583,7 +586,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
     text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
     gain = "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU"
-    assert f"beside a modelled rest of prompts of 128 tokens: {gain}." in text
+    assert f"Whole model, with all such layers and the rest modelled (prompts of 128 tokens): {gain}." in text
     assert "of one MoE layer" not in text
 
 

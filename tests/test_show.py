@@ -194,7 +194,7 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
         ],
     )
     begins = ("disturbed machine", "warm-up did not settle", "launch-bound", "simpler than Tiny-MoE's")
-    found = [line.removeprefix("warning: ") for line in warnings(load(tmp_path))]
+    found = warnings(load(tmp_path))
     assert len(found) == 6
     assert all(line.startswith(f"{begin}: ") for begin, line in zip(begins, found, strict=False))
     told = [line.strip() for line in end_of_run(tmp_path).splitlines() if "warning: " in line]
@@ -209,7 +209,7 @@ def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(t
         store = load(folder)
         (native,) = cases(store).query("role == 'baseline'").to_dict("records")
         return (
-            [line.removeprefix("warning: ") for line in warnings(store)],
+            warnings(store),
             native["median_ms"],
             native["host_bound_share"],
             native["host_busy_ms"],

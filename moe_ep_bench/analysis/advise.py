@@ -10,17 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load_timed, point_words, timings
+from moe_ep_bench.analysis.advice import (
+    ADVICE,
+    DIGITS,
+    ROUNDING,
+    Advice,
+    Answer,
+    Case,
+    Variant,
+    advice_lines,
+    answer_name,
+    costs_answers,
+    write_advice,
+)
+from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load_timed, timings
 from moe_ep_bench.analysis.columns import (
-    SAME_KERNELS,
     Row,
     Table,
-    cost_words,
     interval,
     lost_columns,
     milliseconds,
@@ -32,10 +41,9 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import (
-    FEW_BATCHES,
     MODEL_CAVEAT,
     MOST_DROPPED,
-    OVERSUBSCRIBED,
+    WARNING,
     chance_words,
     layers_words,
     warnings,
@@ -44,19 +52,14 @@ from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import NOT_EXECUTED
-from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, modelled_line, said_once
-from moe_ep_bench.files import write_text
+from moe_ep_bench.facts.words import modelled_line
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
-ADVICE = "advice.txt"
 # What a candidate is that may not be picked, in place of its verdict.
 OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
-# Shares are sums of float32.
-_DIGITS = 6
-_ROUNDING = 10**-_DIGITS
 
 
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
@@ -81,14 +84,14 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
     speedup_CD = ratios.groupby(["case_id", "launch"]).median().unstack().reindex(rows.index)
     # What does not tell dropped from rerouted pairs is held to the bound by both.
-    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + _ROUNDING
-    is_out |= rows["retained_mass"] < bounds.min_retained - _ROUNDING
+    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + ROUNDING
+    is_out |= rows["retained_mass"] < bounds.min_retained - ROUNDING
     several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOT_EXECUTED))
     rows = rows.assign(
         standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
         least=speedup_CD.min(axis=1).where(several),
         most=speedup_CD.max(axis=1).where(several),
-        kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
+        kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
         differs_from_topk=differs_from_topk(rows),
     )
     allowed = rows[rows["standing"] == "faster"]
@@ -101,34 +104,61 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def advice_text(store: Store, bounds: Bounds, question: Question | None = None) -> str:
-    """The pick and what it costs, one comparison after another; then candidates and notes.
+def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Advice:
+    """The picks and what they cost, one comparison after another, and what may change them.
 
     Args:
         question: what was modelled; says what the user left open and which candidates were not tried.
     """
     rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
-    natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id")
-    blocks, tables = [], []
-    questions = _alike_but_for_overlap(about)
+    natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id", drop=False)
+    answers, questions = [], _alike_but_for_overlap(about)
     for names in questions:
         own = {name: rows[rows["comparison_id"] == name] for name in names}
         first, *others = names
         differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
+        variants = tuple(
+            Variant(
+                overlap=about.loc[name, "facts"]["overlap"], native=_case(natives.loc[name]), pick=_picked(own[name])
+            )
+            for name in (() if differ else others)
+        )
         for name in (first, *differ):
-            point = json.loads(about.loc[name, "point"])
-            overlap = point.pop(OVERLAP, None) if not differ else None
-            where = (point_words(point) or about.loc[name, "title"]) if len(questions) > 1 or differ else ""
-            lines = _answer(own[name], about.loc[name], natives.loc[name])
-            if overlap is not None:
-                lines += [_also(own[other], about.loc[other], natives.loc[other]) for other in others]
-            answer = "\n".join(lines)
-            blocks.append(f"At {where}: {answer}" if where else answer)
-            tables += [_table(own[name], where and f"at {where}")] if len(own[name]) else []
-    how = modelled_line(one.facts for one in store.comparisons)
-    blocks[-1] += f"\n{_for(about, bounds)}{how and ' '}{how}"
-    notes = "\n".join(f"  {note}" for note in _notes(store, rows, about, natives, question))
-    return "\n\n".join([*blocks, *([render(tables, "text")] if tables else []), notes])
+            answer = _answer(own[name], about.loc[name], natives.loc[name])
+            if variants:
+                point = {key: value for key, value in answer.point.items() if key != OVERLAP}
+                answer = answer.model_copy(update={"variants": variants, "point": point})
+            answers.append(answer)
+    swept = set().union(*map(json.loads, about["point"]))
+    titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
+    return Advice(
+        max_dropped=bounds.max_dropped,
+        min_retained=bounds.min_retained,
+        answers=answers,
+        is_one_question=len(answers) == 1,
+        titles=list(titles.unique()),
+        **{name: list(about[column].dropna().unique()) for name, column in _ABOUT.items()},
+        modelled=modelled_line(one.facts for one in store.comparisons),
+        notes=list(_notes(store, rows, about, natives, question)),
+    )
+
+
+_ABOUT = {"ran_on": "ran_on_short", "links": "links_short"}
+
+
+def advice_text(store: Store, bounds: Bounds, question: Question | None = None) -> str:
+    """The answer for people: the picks, then candidates and notes."""
+    return _text(advise(store, bounds, question), store, bounds)
+
+
+def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
+    rows, tables = candidates(store, bounds), []
+    for answer in advice.answers:
+        own = rows[rows["comparison_id"] == answer.comparison_id]
+        title = "" if advice.is_one_question else f"at {answer_name(answer)}"
+        tables += [_table(own, title)] if len(own) else []
+    notes = "\n".join(f"  {note}" for note in advice.notes)
+    return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
 
 def _alike_but_for_overlap(about: pd.DataFrame) -> list[list[str]]:
@@ -145,108 +175,59 @@ def _pick_of(rows: pd.DataFrame) -> str | None:
     return next(iter(rows.loc[rows["is_pick"], "label"]), None)
 
 
-def _also(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> str:
-    """That another overlap has the same pick, in one sentence."""
-    words = f"With {OVERLAP_WORDS[about['facts']['overlap']]}"
-    if missing(native["median_ms"]):
-        return f"{words} nothing was modelled."
-    if not rows["is_pick"].any():
-        return f"{words} the answer is the same: native takes {milliseconds(native['median_ms'])} ms."
-    pick = rows[rows["is_pick"]].iloc[0]
-    taken = _taken(pick["median_ms"], native["median_ms"])
-    return f"{words} the pick is the same: {pick['speedup_median']:.3f} times as fast as native, {taken}."
+def _picked(rows: pd.DataFrame) -> Case | None:
+    return _case(rows[rows["is_pick"]].iloc[0]) if rows["is_pick"].any() else None
 
 
 def write_answer(question: Question, bounds: Bounds) -> str:
-    """The answer to a question that was modelled, and where it lies; ``advice.txt`` has it for a page to show."""
-    advice = advice_text(load_timed(question.out), bounds, question)
-    write_text(question.out / ADVICE, f"{advice}\n")
+    """Write the answer to a question that was modelled as ``advice.json``; return it for people, and where it lies."""
+    store = load_timed(question.out)
+    advice = advise(store, bounds, question)
+    write_advice(question.out, advice)
     show = f"moe-ep-bench show {question.out}"
-    return f"{advice}\n\nall of it: {question.out} ({ADVICE}; {show}); config: {question.config}"
+    where = f"all of it: {question.out} ({ADVICE}; {show}); config: {question.config}"
+    return f"{_text(advice, store, bounds)}\n\n{where}"
 
 
-def advice_lines(directory: Path) -> list[str]:
-    """The answer that ``advise`` left beside its results, without its table and notes; none where it was not asked."""
-    path = directory / ADVICE
-    lines = path.read_text().splitlines() if path.is_file() else []
-    end = next((place for place, line in enumerate(lines) if line.startswith("For ")), -1)
-    return [line for line in lines[: end + 1] if line]
-
-
-def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str]:
-    """What to do with one comparison's traffic: the pick with its gain, what it costs, and what it makes of a pass."""
-    if rows["is_pick"].any():
-        return _said(rows[rows["is_pick"]].iloc[0], about, native)
-    fit = about["facts"].get("fit")
-    words = "Keep native: no candidate within the bounds is significantly faster"
-    if native["status"] != "ok":
-        words = "Inconclusive: the baseline was not measured, so there are no speedups"
-    elif fit is not None and not Fit(**fit).holds():
-        words = f"None: the model {fit_words(Fit(**fit))}"
+def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
+    """What to do with one comparison's traffic."""
+    fit, rest, pick = about["facts"].get("fit"), about["facts"].get("rest"), _picked(rows)
+    fit = fit and Fit(**fit)
+    reason = None if pick else "no_gain"
+    if pick is not None:
+        pass
+    elif native["status"] != "ok":
+        reason = "no_baseline"
+    elif fit is not None and not fit.holds():
+        reason = "does_not_fit"
     elif about["oversubscribed"]:
-        words = f"Inconclusive: {OVERSUBSCRIBED}"
+        reason = "oversubscribed"
     elif len(rows) and not rows["speedup_is_interval"].eq(True).any():
-        words = f"Inconclusive: {FEW_BATCHES}"
-    best = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median").tail(1)
-    fastest = "The fastest within the bounds is {0.label}: {0.speedup_median:.3f} times native ({0.verdict})."
-    return [f"{words}.", *map(fastest.format, best.itertuples()), *_of_native(native)]
-
-
-def _of_native(native: pd.Series) -> Iterator[str]:
-    """What native takes, and a pass of the whole model."""
-    if not missing(native["median_ms"]):
-        words = f"Native takes {milliseconds(native['median_ms'])} ms ({native['origin']})"
-        if not missing(native.get("pass_ms")):
-            whole = f"{milliseconds(native['pass_ms'])} ms, {native['tokens_per_s_per_rank']:,.0f} tokens/s a GPU"
-            words += f"; the whole model beside a modelled rest: {whole}"
-        yield f"{words}."
-
-
-def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
-    """What a pick gains and costs, and what a pass comes to."""
-    speedup, native_ms, pick_ms, how = pick["speedup_median"], native["median_ms"], pick["median_ms"], pick["origin"]
-    if not missing(pick["least"]):
-        how += f"; {pick['least']:.2f} to {pick['most']:.2f} by {'draw' if pick['num_draws'] > 1 else 'layer'}"
-    what = "a pass" if pick["scope"] == "model" else "a layer"
-    over = f" ({pick['over_topk_median']:.3f} times topk, {SAME_KERNELS})" if pick["differs_from_topk"] else ""
-    gain = f"{what} is {speedup:.3f} times as fast as native{over}, {_taken(pick_ms, native_ms)}"
-    costs = ["nothing is dropped"]
-    if _costs_answers(pick):
-        costs = [cost_words(pick, " of the pairs are"), f"{100 * pick['retained_mass']:.1f} % of the mass is kept"]
-    if not missing(memory := pick["extra_gib_per_rank"]) and memory > 0:
-        costs.append(f"{memory:.3g} GiB more memory on each rank")
-    lines = [f"Use {pick['label']}: {gain} ({how}).", f"It costs: {', '.join(costs)}."]
-    if missing(native.get("pass_ms")):
-        return lines
-    pass_ms, of_native_ms = pick["pass_ms"], native["pass_ms"]
-    end_to_end = f"{of_native_ms / pass_ms:.3f} times as fast, {_taken(pass_ms, of_native_ms)}"
-    rates = "{:,.0f} in place of {:,.0f} tokens/s a GPU".format(
-        *(one["tokens_per_s_per_rank"] for one in (pick, native))
+        reason = "few_batches"
+    within = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median")
+    return Answer(
+        comparison_id=about["comparison_id"],
+        title=about["title"],
+        point=json.loads(about["point"]),
+        scope=about["scope"],
+        native=_case(native),
+        pick=pick,
+        reason=reason,
+        fastest=None if pick or within.empty else _case(within.iloc[-1]),
+        fit=fit,
+        rest_of=(rest or {}).get("of", ""),
     )
-    of = about["facts"]["rest"]["of"]
-    rest = f"a modelled rest{of and f' of {of}'}"
-    return [*lines, f"The whole model, all such layers beside {rest}: {end_to_end}, {rates}."]
 
 
-def _costs_answers(of: Any) -> Any:
-    """Whether a candidate, or each of several, leaves out pairs that the model would compute, or score mass."""
-    return (of["missing_share"] > 0) | (of["retained_mass"] <= 1 - _ROUNDING)
-
-
-def _taken(ours_ms: float, native_ms: float) -> str:
-    return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms"
-
-
-def _for(about: pd.DataFrame, bounds: Bounds) -> str:
-    """For what the answer holds: model, sizes, traffic, device and links, and the bounds; one line."""
-    swept = set().union(*map(json.loads, about["point"]))
-    titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
-    parts = [said_once(titles), *(said_once(about[name]) for name in ("ran_on_short", "links_short"))]
-    lost = 100 * (1 - bounds.min_retained)
-    limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
-    limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
-    within = f"at most {' and '.join(limits)}" if limits else "no bounds"
-    return f"For {'; '.join(filter(None, parts))}; {within}."
+def _case(row: pd.Series) -> Case:
+    """A candidate, or native, as an answer has it."""
+    named = {"speedup": "speedup_median", "over_topk": "over_topk_median"}
+    found = {name: row.get(named.get(name, name)) for name in Case.model_fields}
+    known = {name: None if missing(value) else value for name, value in found.items()}
+    if not row.get("differs_from_topk"):
+        known["over_topk"] = None
+    known["spread_over"] = None if known["least"] is None else "draw" if row["num_draws"] > 1 else "layer"
+    return Case(**known)
 
 
 def _table(rows: pd.DataFrame, title: str) -> Table:
@@ -291,11 +272,11 @@ def _notes(
     yield from dict.fromkeys(filter(None, (layers_words(one.facts) for one in store.comparisons)))
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:
-        yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
+        yield "the pick was chosen and scored on the same traffic, so its speedup is slightly optimistic"
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
-    if _costs_answers(picks).any():
+    if costs_answers(picks["missing_share"], picks["retained_mass"]).any():
         yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
     yield from [MODEL_CAVEAT] if about["origin"].isin(NOT_EXECUTED).any() else []
-    yield from warnings(store)
+    yield from (WARNING + line for line in warnings(store))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -50,21 +50,33 @@ READING = "loads, activated experts and traffic count padding that is computed; 
 Note = tuple[str, Any]
 
 
+class Line(NamedTuple):
+    """A sentence of a comparison.
+
+    Attributes:
+        place: of its kind among all sentences; what voids a result has the first.
+        is_warning: it forbids or weakens a reading.
+    """
+
+    place: int
+    is_warning: bool
+    text: str
+
+
 def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
-    """What has to be known to read a comparison's numbers, a sentence each; warnings, last, begin with ``warning:``."""
-    return [line for _, line in _ranked(store, directory, comparison_id)]
+    """What has to be known to read a comparison's numbers, a sentence each; warnings, last, begin with ``WARNING``."""
+    return [WARNING * line.is_warning + line.text for line in _lines_of(store, directory, comparison_id)]
 
 
 def warnings(store: Store) -> list[str]:
     """The warnings of all comparisons, each once: what voids a result first, whichever comparison it is of."""
-    ranked = (entry for one in store.comparisons for entry in _ranked(store, one.directory, one.comparison_id))
-    lines = (line for _, line in sorted(ranked, key=itemgetter(0)))
-    return list(dict.fromkeys(line for line in lines if line.startswith(WARNING)))
+    lines = [line for one in store.comparisons for line in _lines_of(store, one.directory, one.comparison_id)]
+    found = sorted((line for line in lines if line.is_warning), key=attrgetter("place"))
+    return list(dict.fromkeys(line.text for line in found))
 
 
 @lru_cache(maxsize=256)
-def _ranked(store: Store, directory: str, comparison_id: str) -> list[tuple[int, str]]:
-    """The lines of a comparison, each with its sentence's place."""
+def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
     one, frame = store.by_id[directory, comparison_id], cases(store)
     rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
     ok = rows[rows["status"] == "ok"]
@@ -72,8 +84,12 @@ def _ranked(store: Store, directory: str, comparison_id: str) -> list[tuple[int,
     said = _of_routing(store, one, rows, ok) + (_of_times(one, rows, ok) if is_timed else [])
     weak = (_weak_times(one, rows, ok) if is_timed else []) + _weak_scores(one, rows, ok)
     weak += _weak_phases(one, rows) if is_timed else []
-    ranked = [(place, line) for place, note in enumerate(said) for line in _lines(*note)]
-    return ranked + [(place, WARNING + line) for place, note in enumerate(weak) for line in _lines(*note)]
+    return [
+        Line(place, is_warning, text)
+        for is_warning, sentences in ((False, said), (True, weak))
+        for place, note in enumerate(sentences)
+        for text in _lines(*note)
+    ]
 
 
 def _lines(sentence: str, fact: Any) -> Iterator[str]:

@@ -20,11 +20,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from moe_ep_bench.analysis.advise import advice_lines
+from moe_ep_bench.analysis.advice import advice_lines, read_advice
 from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load
 from moe_ep_bench.analysis.columns import COLUMNS, SAME_KERNELS
 from moe_ep_bench.analysis.drawing import Drawing
-from moe_ep_bench.analysis.notes import WARNING, warnings
+from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
@@ -69,6 +69,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     frame, facts = cases(store), comparisons(store)
     images = [_image(*item) for item in drawings(store, passed_over).items()]
     frame = frame.assign(differs_from_topk=differs_from_topk(frame))
+    advised = filter(None, map(read_advice, directories))
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,
@@ -84,13 +85,13 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         titles=list(facts["title"].unique()),
         models=list(facts["model"].unique()),
         line=_line(store),
-        advice=[line for directory in directories for line in advice_lines(directory)],
+        advice=[line for one in advised for block in advice_lines(one) for line in block.splitlines()],
         fastest=fastest(frame).sort_values("speedup_median", ascending=False).head(_MOST_FINDINGS).to_dict("records"),
         shown=lambda row, name: COLUMNS[name].shown(row),
         same_kernels=SAME_KERNELS,
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
-        warnings=[line.removeprefix(WARNING) for line in warnings(store)],
+        warnings=warnings(store),
         images=images,
         tables=tables(store, list(VIEWS)),
         jobs=jobs(store).to_dict("records"),

@@ -210,6 +210,19 @@ def assert_right(reference: DenseReference, output_TD: Tensor, routing: Routing,
 # ---- What a layer computes -------------------------------------------------------------------------------------------
 
 
+@law(1, 2)
+def results_reach_the_first_rank_in_order_and_its_value_all_others(lab: Lab) -> None:
+    ranks = lab.ranks
+    value_R = [(f"rank {rank}", rank**2) for rank in range(ranks.world_size)]
+    mine = value_R[ranks.rank]
+    assert ranks.all_gather(mine) == value_R
+    assert ranks.gather(mine) == (value_R if ranks.is_first else [])
+    assert ranks.broadcast(mine) == value_R[0]
+    last = ranks.world_size - 1
+    assert ranks.first_error("lost" if ranks.rank == last else "") == f"rank {last}: lost"
+    assert ranks.first_error("") == ""
+
+
 @law()
 def topk_equals_the_native_layer(lab: Lab) -> None:
     """Bit for bit, but where the same weights come by another formula.

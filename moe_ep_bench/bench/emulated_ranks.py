@@ -31,7 +31,7 @@ from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
 
 
 class EmulatedRanks(Runner):
-    """All virtual ranks of a point, side by side; a subclass takes the time of each.
+    """All virtual ranks of a point, side by side; subclasses time each of them.
 
     Args:
         device: what runs the layers, and routes.
@@ -58,15 +58,15 @@ class EmulatedRanks(Runner):
         self.result = Result()
 
     def steps(self, batch: int) -> list[Step]:
-        """What is timed of a batch."""
+        """The steps of a batch."""
         raise NotImplementedError
 
     def time(self, case: Case, step: Step) -> list[RankTime]:
-        """What one run on one rank takes, of each micro-batch."""
+        """Times of one run on one rank, one for each micro-batch."""
         raise NotImplementedError
 
     def schedule(self) -> Iterator[Sequence[Step]]:
-        """Batch by batch: all ranks' routing ahead, ranks side by side behind."""
+        """Batch by batch: route it on all ranks, time its steps, then set ranks side by side."""
         for batch in range(self.num_batches):
             begin = partial(self.begin, self.point.comparison_id)
             traffic = route_batch(self.router, [case.spec for case in self.cases], batch, begin)
@@ -84,7 +84,7 @@ class EmulatedRanks(Runner):
         self._taken[self.cases[case].case_id][step.rank].append(times)
 
     def finish(self) -> Result:
-        """What all cases that are in order took and routed: each batch once plain and once broken down."""
+        """Samples and routing of the cases that are in order: each batch once plain and once broken down."""
         result = self.result
         result.columns = self.columns
         result.steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
@@ -117,7 +117,7 @@ class EmulatedRanks(Runner):
                 self.samples[case.case_id][rank, batch, self.columns.index(name)] = value
 
     def _chain(self, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> Chain:
-        """A micro-batch's way through all ranks, of each the runs."""
+        """A micro-batch's way through all ranks, from the runs of each."""
         legs_R, link_us, held = [median_legs([run.legs for run in runs]) for runs in times_R], {}, {}
         for layer, of_layer in traffic.layers.items():
             for phase, (time_us, share) in meeting_us(self.point, of_layer).items():
@@ -137,7 +137,7 @@ class ModelledRanks(EmulatedRanks):
 
 
 def modelled_time(point: Point, case: CaseSpec, traffic: Traffic, rank: int) -> RankTime:
-    """What a rank takes on a device that is not here: see ``cost_model.phases``."""
+    """Time of a rank on a modelled device (``cost_model.phases``)."""
     device, model, dtype = point.device, point.model, point.experiment.layer.dtype
     assert device is not None
     if (policy := case.policy) is not None:

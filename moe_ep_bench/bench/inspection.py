@@ -1,4 +1,4 @@
-"""Look at one untimed run of a case: what its layers chose and computed, held against the dense reference.
+"""Look at one untimed run of a case: what its MoE layers got, chose and computed.
 
 Shapes: T = this rank's tokens, E = experts, N = tokens held against the reference.
 """
@@ -37,7 +37,7 @@ class Look(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What of it is no number; empty where all is well."""
+        """Where there is NaN or Inf, in words; empty if nowhere."""
         for layer, seen in self.layers.items():
             where = "" if layer is None else f", layer {layer}"
             parts = {"the gate's logits": seen.gated_TE, "routing weights": seen.routing.weights_TE}

@@ -22,7 +22,7 @@ from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch
 
 
 class LayerRunner(Runner):
-    """What real and virtual ranks share: layers that run here. They differ in who answers where ranks meet.
+    """What real and virtual ranks share: layers that run here. They differ in who answers collectives.
 
     Attributes:
         stack: the layer or model.
@@ -37,14 +37,14 @@ class LayerRunner(Runner):
         raise NotImplementedError
 
     def meetings(self, recorder: PhaseRecorder | None) -> contextlib.AbstractContextManager[object]:
-        """Let ranks meet in the block, and ``recorder`` note its phases."""
+        """Answer collectives while the block runs; ``recorder`` gets its phases."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def ready(
         self, case: Case, batch: int, recorder: PhaseRecorder | None = None, rank: int = 0
     ) -> Iterator[Callable[[], object]]:
-        """Hand out what runs a case on a rank's tokens of a batch, while the block lasts."""
+        """Yield a function that runs the case on a rank's tokens of a batch, while the block lasts."""
         run = partial(self.stack.run, self.prepare(case, batch, rank))
         with self.meetings(recorder):
             yield run
@@ -59,7 +59,7 @@ class LayerRunner(Runner):
 
 
 def stack_builder(point: Point, device: torch.device) -> Callable[..., Stack]:
-    """What builds the layer or model, once it is given its process groups."""
+    """A function that builds the layer or model of a point, given its process groups (``groups``)."""
     model, settings = point.model, point.experiment.layer
     build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, layer_backend=point.layer_backend)
     if point.scope == "layer":

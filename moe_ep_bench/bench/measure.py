@@ -71,26 +71,26 @@ class Runner:
         """Run all cases until times have settled."""
 
     def watched(self) -> contextlib.AbstractContextManager[object]:
-        """Note what the machine does in the block."""
+        """Record what the machine does in the block."""
         return contextlib.nullcontext()
 
     def schedule(self) -> Iterable[Sequence[Step]]:
-        """The steps to time, in parts; between them what was kept is put together."""
+        """The steps to time, in parts; times of a part are put together before the next."""
         raise NotImplementedError
 
     def keep(self, case: int, step: Step, times: Any) -> None:
-        """Keep what an iteration of a case took."""
+        """Keep the times of an iteration of a case."""
         raise NotImplementedError
 
     def check_again(self) -> None:
         """Hold cases against the reference once more."""
 
     def finish(self) -> Result:
-        """What was found, of all ranks."""
+        """The result of all ranks."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what would keep process groups from ending."""
+        """Release what would keep process groups from ending."""
 
 
 def measure_point(runner: Runner, begin: Callable[[str], object]) -> Result:

@@ -1,4 +1,4 @@
-"""What meetings of virtual ranks take on modelled links: sums, gathers and the two exchanges of a layer.
+"""Times of virtual ranks' meetings on modelled links: sums, gathers and the two exchanges of a layer.
 
 Shapes: R = virtual ranks, N = nodes.
 """
@@ -22,7 +22,7 @@ HELD_SMS = 20
 
 
 def meeting_us(point: Point, traffic: LayerTraffic) -> dict[str, tuple[NDArray[np.float64], float]]:
-    """What each meeting of a layer takes on the modelled links, [R] microseconds, and its ``held_share``."""
+    """Microseconds [R] of each meeting of a layer on the modelled links, and its ``held_share``."""
     links, num_ranks = point.links, point.ep_size
     assert links is not None
     sms: tuple[int | None, int | None] = (None, None)

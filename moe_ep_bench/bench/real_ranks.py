@@ -61,7 +61,7 @@ class RealRanks(LayerRunner):
 
     Attributes:
         cases: those that are still in order; ``timed``: those whose samples there are, in their order.
-        tokens: this rank's by batch and layer; ``inputs`` hand out what a batch is run on.
+        tokens: this rank's by batch and layer; ``inputs`` return the input of each batch.
         meet: where the ranks that talk to each other are waited for.
         captured: the cases' CUDA graphs, by case, batch and whether phases are timed; None where cases run eagerly.
     """
@@ -99,7 +99,7 @@ class RealRanks(LayerRunner):
         return made
 
     def _new_input(self, batch: int) -> Callable[[], Any]:
-        """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
+        """A function that returns the input of a batch on this rank: hidden states of a layer, or a model's pass."""
         ids_T = next(iter(self.tokens[batch].values())).context.request_id_T
         sequences, lengths = torch.unique_consecutive(ids_T, return_counts=True)
         device, size = self.device, self.point.model.hidden_size
@@ -133,7 +133,7 @@ class RealRanks(LayerRunner):
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def tokens_of(self, case: Case, batch: int, layer: int | None) -> Tokens:
-        """What a layer sees of this rank's tokens."""
+        """This rank's tokens as a layer sees them."""
         return self.tokens[batch][layer].seen_by(case.spec)
 
     def prepare(self, case: Case, batch: int, rank: int = 0) -> Any:
@@ -185,7 +185,7 @@ class RealRanks(LayerRunner):
 
     @contextlib.contextmanager
     def _without_others(self, case: Case) -> Iterator[None]:
-        """Let what is raised in the block, in which ranks do not meet, be the case's problem: ranks stay together."""
+        """Record what the block raises as the case's problem. Ranks do not meet in it, so they stay together."""
         try:
             yield
         except Exception as error:
@@ -207,7 +207,7 @@ class RealRanks(LayerRunner):
         self.drop_failing("before timing")
 
     def _note(self, case: Case, batch: int, seen: Look, native: Tensor | None) -> None:
-        """Note the metrics of a run, what is no number in it, and on batch 0 its error beside the reference."""
+        """Record the metrics of a run, NaN and Inf, and on batch 0 the error beside the reference."""
         self._note_problem(case, batch, seen)
         last = list(self.point.workloads)[-1]
         for layer, of_layer in seen.layers.items():
@@ -221,7 +221,7 @@ class RealRanks(LayerRunner):
             case.rows[batch, layer] = row
 
     def _note_problem(self, case: Case, batch: int, seen: Look) -> None:
-        """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
+        """Record NaN and Inf. The reference covers a few tokens of one batch, this covers all tokens of all batches."""
         if seen.problem:
             case.problem = case.problem or f"{seen.problem}, batch {batch}"
 
@@ -279,7 +279,7 @@ class RealRanks(LayerRunner):
         return error
 
     def reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
-        """What a layer should make of an input. All cases give a layer alone the same one, which is kept."""
+        """The dense reference of a layer for an input. A layer alone has one input in all cases, so one reference."""
         if layer is None and self._reference is not None:
             return self._reference
         reference = DenseReference(self.point.model, input_ND, layer_seed(self.seed, layer))

@@ -84,7 +84,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
                 self.result.unmeasured[case.case_id] = split_reason(problem)
 
     def _reference_problem(self, case: Case) -> str:
-        """What is wrong with a case's values in any layer, in words; empty where nothing is."""
+        """Where a case's output differs from the reference, in words; empty if in no layer."""
         allowed = TOLERANCE[torch.float32]
         for layer in self.point.workloads:
             error = self.errors[case.case_id, layer] = self.small.error(case.spec, layer)
@@ -148,7 +148,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         return {layer: self.router.tokens(layer, batch, rank) for layer in self.point.workloads}
 
     def _input(self, traffic: Traffic, rank: int) -> Tensor | Pass:
-        """What a rank runs: hidden states [T, 1, D] of a layer, a model's pass."""
+        """A rank's input: hidden states [T, 1, D] of a layer, or a model's pass."""
         if self._hidden is not None:
             return self._hidden.next()[: traffic.layers[None].num_tokens_R[rank]]
         assert traffic.lengths_R is not None
@@ -157,7 +157,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
 
 
 def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:
-    """What all ranks send in a layer, on the device, where a gather would leave it."""
+    """All ranks' counts and statistics of a layer, on the device, where collectives would leave them."""
     return Announced(torch.from_numpy(traffic.counts_RP).to(device), traffic.stats_SE)
 
 

@@ -24,6 +24,7 @@ from moe_ep_bench.bench.result import Row
 from moe_ep_bench.bench.routing import Router, case_metrics
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.config import WaterfillConfig
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -151,46 +152,66 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
     for case in cases:
         router.carried(case, layer, batch)  # worked out before threads ask for it
     stats = _statistics(router, cases, layer, batch)
-    per_node, num_parts = point.ranks_per_node, point.num_parts
-    is_sorted = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
+    has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
 
-    def route_rank(tokens: Tokens) -> tuple[int, list[Row], list[list[Row]], tuple[Tensor, Tensor] | None]:
-        """Tokens, of every case a row of metrics and what its micro-batches send, and the top-k pairs."""
-        rows, parts = [], []
-        for case, slots in zip(cases, slots_V, strict=True):
-            seen = tokens.seen_by(case)
-            routing = router.route(case, seen, stats.get(case.case_id))
-            row = case_metrics(case, routing, seen, per_node) | {"layer": point.row_layer(layer)}
-            rows.append(row if slots.is_contiguous else row | slots.metrics(routing.map_TE, tokens.rank, per_node))
-            parts.append(slots.parts(routing.map_TE, tokens.rank, per_node, num_parts) if num_parts > 1 else [])
-        pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if is_sorted else None
-        return tokens.num_tokens, rows, parts, pairs
+    def route_rank(tokens: Tokens) -> tuple[int, list[tuple[Row, list[Row]]], tuple[Tensor, Tensor] | None]:
+        """The number of tokens, rows of every case, and the top-k pairs."""
+        rows_V = [
+            _route_case(router, case, slots, tokens.seen_by(case), stats.get(case.case_id))
+            for case, slots in zip(cases, slots_V, strict=True)
+        ]
+        pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if has_frontier else None
+        return tokens.num_tokens, rows_V, pairs
 
-    num_tokens_R, rows_RV, parts_RV, pairs_R = zip(*router.for_every_rank(route_rank, layer, batch), strict=True)
+    num_tokens_R, rows_RV, pairs_R = zip(*router.for_every_rank(route_rank, layer, batch), strict=True)
     rank_E = torch.arange(model.num_experts) // (model.num_experts // point.ep_size)
-    frontier = Frontier.of(pairs_R, rank_E) if is_sorted else None
+    frontier = Frontier.of(pairs_R, rank_E) if has_frontier else None
     traffic = []
-    of_cases = zip(cases, slots_V, zip(*rows_RV, strict=True), zip(*parts_RV, strict=True), strict=True)
-    for case, slots, rows_R, parts_R in of_cases:
-        fills = isinstance(case.replication, WaterfillConfig)
-        per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
-        stats_MSE = stats.get(case.case_id)
-        whole_SE = None if stats_MSE is None else stats_MSE.sum(dim=0)
-        of_case = LayerTraffic(list(num_tokens_R), slots, whole_SE, list(rows_R), per_token)
-        for number, part_R in enumerate(zip(*parts_R, strict=True)):
-            of_case.parts.append(
-                LayerTraffic(
-                    [row["num_tokens"] for row in part_R],
-                    slots if number == 0 else replace(slots, moved_bytes_RR=None),  # Weights move once.
-                    None if stats_MSE is None else stats_MSE[number],
-                    list(part_R),
-                    per_token,
-                )
-            )
-        row = _frontier_row(frontier, case, of_case)
-        named = row and {"batch": batch, **row, "layer": point.row_layer(layer)}
-        traffic.append(replace(of_case, frontier=named))
+    for case, slots, of_ranks in zip(cases, slots_V, zip(*rows_RV, strict=True), strict=True):
+        rows_R, parts_R = zip(*of_ranks, strict=True)
+        of_case = _layer_traffic(model, case, slots, stats.get(case.case_id), list(num_tokens_R), rows_R, parts_R)
+        if (row := _frontier_row(frontier, case, of_case)) is not None:
+            of_case = replace(of_case, frontier={"batch": batch, **row, "layer": point.row_layer(layer)})
+        traffic.append(of_case)
     return traffic
+
+
+def _route_case(
+    router: Router, case: CaseSpec, slots: Slots, tokens: Tokens, stats_MSE: Tensor | None
+) -> tuple[Row, list[Row]]:
+    """A rank's row of metrics under a case, and what its tokens and each of its micro-batches send."""
+    point, routing = router.point, router.route(case, tokens, stats_MSE)
+    row = case_metrics(case, routing, tokens, point.ranks_per_node) | {"layer": point.row_layer(tokens.layer)}
+    where = routing.map_TE, tokens.rank, point.ranks_per_node
+    if not slots.is_contiguous:
+        row |= slots.metrics(*where)
+    return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
+
+
+def _layer_traffic(
+    model: ModelSpec,
+    case: CaseSpec,
+    slots: Slots,
+    stats_MSE: Tensor | None,
+    num_tokens_R: list[int],
+    rows_R: Sequence[Row],
+    parts_RM: Sequence[Sequence[Row]],
+) -> LayerTraffic:
+    """All ranks' routing of one case, with its micro-batches where there are some."""
+    fills = isinstance(case.replication, WaterfillConfig)
+    per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
+    parts = [
+        LayerTraffic(
+            [row["num_tokens"] for row in part_R],
+            slots if number == 0 else replace(slots, moved_bytes_RR=None),  # Weights move once.
+            None if stats_MSE is None else stats_MSE[number],
+            list(part_R),
+            per_token,
+        )
+        for number, part_R in enumerate(zip(*parts_RM, strict=True))
+    ]
+    stats_SE = None if stats_MSE is None else stats_MSE.sum(dim=0)
+    return LayerTraffic(num_tokens_R, slots, stats_SE, list(rows_R), per_token, parts=parts)
 
 
 def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int) -> dict[str, Tensor]:

@@ -228,3 +228,10 @@ def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
     slots = Slots.of_batch(Balanced(np.array([0, 1, 0, 0]), None), np.ones((4, 2), dtype=np.int64), 1.0)
     one_pair = torch.tensor([[True, False]])
     assert {int(slots.counts(one_pair, rank)[0].argmax()) for rank in range(3)} == {0, 2, 3}
+
+
+def test_an_expert_without_pairs_in_a_split_batch_keeps_a_slot_for_tokens_of_another() -> None:
+    balanced = Balanced(np.array([0, 1, 0, 2]), np.array([2, 0, 1, 1]))
+    slots = Slots.of_batch(balanced, np.array([[2, 0, 0], [1, 0, 1]]), 1.0)
+    assert slots.turns_E.tolist() == [3, 1, 1]
+    assert slots.counts(torch.tensor([[False, True, False]]), 0)[0].tolist() == [0, 1, 0, 0]

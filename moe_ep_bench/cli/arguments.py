@@ -26,18 +26,18 @@ _SHARED = {
   @results
 """,
     "results": """\
-  --out DIR  results directory (default: results/<config's name>; of validate: results/<config's name>-validated)
+  --out DIR  results directory (default: results/NAME of the config; validate: results/NAME-validated)
   @set
   --force  repeat finished cases
 """,
     "set": "  --set KEY=VALUE*  replace a value of the config, e.g. workload.peak_load=4; may be repeated\n",
     "nproc": "  --nproc N  ranks on this node (default: all GPUs, else one per core, 2 to 4)\n",
-    "cpu": "  --cpu  measure on the CPU, also beside GPUs\n",
+    "cpu": "  --cpu  measure on the CPU, even if there are GPUs\n",
     "trace": "  file FILE  a moe-trace-v1 file\n",
 }
 
 _COMMANDS = """
-run  time an expert-parallel layer or model on real ranks, which it starts
+run  start real ranks and time an expert-parallel layer or model on them
   @config
   --dry-run  print cases, memory and iterations to expect; run nothing
   --list-points  print the points of the sweep, one per line, and end (with --cpu: of the CPU)
@@ -57,7 +57,7 @@ advise  find the fastest policy within bounds on what it drops
   --model MODEL  a model of data/models/, or a Hugging Face config.json
   --ep N  expert-parallel ranks
   --tokens N  tokens of a batch, all ranks together
-  --decode-tokens N  of decode, in place of --tokens: requests of a step, all ranks together
+  --decode-tokens N  for decode, instead of --tokens: requests of a step, all ranks together
   --out DIR  results directory (default: results/advise-...)
   @set
   --force  repeat finished cases
@@ -65,15 +65,15 @@ advise  find the fastest policy within bounds on what it drops
   [traffic (one of these, or --set)]
   --trace FILE  a moe-trace-v1 recording
   --peak-load X  load of the busiest expert over the mean
-  [bounds (default: 10% dropped and 5% lost mass; one alone binds alone)]
+  [bounds (default: 10% dropped and 5% lost mass; if you give one, the other does not apply)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%
   --max-lost-mass SHARE  most score mass of the top-k lost, e.g. 1%
 validate  compare emulated ranks with real ones on this machine
   @config
-  --margin SHARE = 3%  difference of equivalent speedups at most
+  --margin SHARE = 3%  largest difference of equivalent speedups
   @nproc
   @cpu
-papers  emulate or run a config and print papers' numbers beside ours; without one, those alone
+papers  emulate or run a config and compare papers' numbers with ours; without a config, print them
   config CONFIG?  a YAML file (configs/papers/)
   @results
   --nproc N  run it on N real ranks instead of emulating it
@@ -88,7 +88,7 @@ quality  measure what policies do to a language model's answers, or to its tasks
 calibrate  measure this machine's all-to-all
   --out FILE  default: results/calibration/links.yaml
   --max-bytes N  largest message (default: 2^30; CPU: 2^26)
-  --repetitions N = 20  of each message
+  --repetitions N = 20  repetitions of each message
   @nproc
   @cpu
 trace  inspect, record or import routing recordings
@@ -98,21 +98,21 @@ trace record  record a checkpoint's routing of a text
   model CHECKPOINT  a checkpoint's folder (transformers)
   --text FILE!  UTF-8 text
   --out FILE  default: recordings/MODEL-TEXT.safetensors
-  --similarity FILE  measure how alike the experts are, for the policy sere; without --out, record nothing
+  --similarity FILE  measure the experts' similarity for the policy sere; without --out, record nothing
   --sequence-length N = 512  in tokens
-  --num-sequences N  default: as many as the text has
+  --num-sequences N  sequences to record (default: all of the text)
   @cpu
 trace import  convert another program's recording to moe-trace-v1
   kind KIND  esft, flame-moe, megatron, sglang or vllm
   source SOURCE  a checkout, directory or file
   out OUT  the file to write; must not exist
   --preset MODEL  the model, its config.json or a file like a preset's; needed by all but esft
-  --domain NAME  of esft the part of it; of others, the subject of the texts
+  --domain NAME  esft: the domain to import; others: the subject of the texts
   --phase PHASE  prefill, decode or training
-  --licence LICENCE  of a recording of your own
+  --licence LICENCE  licence of your own recording
 check-policy  hold a policy to the laws that every policy keeps
   policy POLICY  a policy, or package.module:Class of one of your own
-  --set FIELD=VALUE*  a field of it; repeatable
+  --set FIELD=VALUE*  a field of the policy; may be repeated
 doctor  check this machine: what works, and what each missing part costs
   --out DIR = results  results directory
   @nproc
@@ -120,23 +120,23 @@ show  print the tables of results directories, or write them in another format
   directories DIR+  results directories
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
-  --view NAMES  tables, comma-separated: layer, model, route (those by default), sent, phases, ranks
+  --view NAMES  tables, comma-separated: layer, model, route (the default), sent, phases, ranks
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each
   --figures FIGURES  comma-separated (default: all for which there are rows)
   --out DIR  default: DIR/figures of one directory, else figures
-  [any column against any other, in place of the figures]
-  --x COLUMN  along the bottom
-  --y COLUMN  upright, means
+  [any column against any other, instead of the figures]
+  --x COLUMN  column of the x axis
+  --y COLUMN  column of the y axis, as means
   --by COLUMN  a line for each value (default: policies)
   --facet COLUMN  a panel for each value (default: comparisons)
   --where CONDITION  rows, of the figures too, such as "policy == 'oea' and num_ranks in (4, 8)"
 compare  compare two results directories of the same cases
   base BASE  a results directory
   new NEW  a later one
-  --fail-over SHARE  exit 1 where a policy is slower by more, e.g. 3%
-  --strict  exit 3 where that is inconclusive
+  --fail-over SHARE  exit 1 if a policy is slower by more, e.g. 3%
+  --strict  exit 3 if that is inconclusive
   --json  print JSON
 """
 

@@ -29,12 +29,13 @@ from moe_ep_bench.analysis.advice import advice_lines, read_advice
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_text, candidates
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed
 from moe_ep_bench.analysis.page import page_of
+from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.description import rest_of
-from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.facts.words import assumption_words
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
@@ -321,9 +322,14 @@ def asked(*arguments: object) -> Question:
     return ask(options, Bounds.of(options.max_dropped, options.max_lost_mass))
 
 
+def said_of(question: Question) -> tuple[str, ...]:
+    """What is assumed, and what is left out."""
+    return tuple(map(assumption_words, question.assumptions))
+
+
 def notes_of(question: Question) -> tuple[str, ...]:
     """What is noted of candidates and traffic: not why something is modelled."""
-    return tuple(note for note in question.notes if "not measured elsewhere" not in note)
+    return tuple(note for note in said_of(question) if "not measured elsewhere" not in note)
 
 
 def recording(path: Path, *, full: bool, **metadata: str) -> Path:
@@ -416,7 +422,7 @@ def test_decode_is_asked_of_one_token_of_each_request() -> None:
     assert config["whole"] == {"context_length": 2048}
     names = {label.split()[0] for label in candidates_of(question)}
     assert {"oea", "xshare", "token_drop"} <= names
-    assert question.notes == (
+    assert said_of(question) == (
         "left out: xshare: by request, where a step has one token of each",
         "left out: llep, ultra: a step of decode is too short to move weights",
     )
@@ -491,12 +497,12 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     assert [one.workload.layer for one in experiments_of(full)] == [0, 1, 2], "all that were recorded"
     step = asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace)
     assert {one.workload.arrangement for one in experiments_of(step)} == {"decode"}
-    assert "assumed: requests that decode route as their prompts did" in step.notes
+    assert "assumed: requests that decode route as their prompts did" in said_of(step)
     by_request = "left out: xshare: by request, where a step has one token of each"
-    assert by_request in step.notes
+    assert by_request in said_of(step)
     several = ("--set", "workload.tokens_per_request=2")
-    assert by_request not in asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace, *several).notes
-    assert "replicas" in asked(ROOT / "configs/model-prefill.yaml").notes[-1]
+    assert by_request not in said_of(asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace, *several))
+    assert "replicas" in said_of(asked(ROOT / "configs/model-prefill.yaml"))[-1]
 
 
 def test_a_recording_of_decode_is_asked_about_steps_with_a_cache(tmp_path: Path) -> None:
@@ -505,7 +511,7 @@ def test_a_recording_of_decode_is_asked_about_steps_with_a_cache(tmp_path: Path)
         question = asked("--model", "olmoe-1b-7b", "--ep", 8, flag, 64, "--trace", steps)
         assert {one.whole.context_length for one in experiments_of(question)} == {2048}
         assert {rest_of(comparison).of for comparison in question.comparisons} == {"a step after 2,048 tokens"}
-        noted = "assumed: tokens are requests of a step, as the recording is of decode" in question.notes
+        noted = "assumed: tokens are requests of a step, as the recording is of decode" in said_of(question)
         assert noted == (flag == "--tokens")
     # A config that states no cache has no pass of a model.
     step = asked(ROOT / "configs/decode.yaml").comparisons[0]

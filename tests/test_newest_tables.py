@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 from moe_ep_bench.analysis.cases import load
+from moe_ep_bench.bench.advise_config import Bounds, ask
 from moe_ep_bench.bench.plan import VIRTUAL, make_point
-from moe_ep_bench.bench.question import Bounds, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import is_open, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError
-from moe_ep_bench.facts.words import measured_by_words
+from moe_ep_bench.facts.words import assumption_words, measured_by_words
 from moe_ep_bench.models import ModelSpec, load_model
 
 DEEPSEEK = load_model("deepseek-v3")
@@ -153,7 +153,7 @@ def test_fp8_experts_take_less_than_bfloat16_on_a_roofline() -> None:
 def question(*words: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     options = make_parser().parse_args(["advise", *map(str, words)])
     made = ask(options, Bounds(0.1, 0.95))
-    return yaml.safe_load(made.text)["emulate"], made.notes
+    return yaml.safe_load(made.text)["emulate"], tuple(map(assumption_words, made.assumptions))
 
 
 @needs_package

@@ -12,7 +12,7 @@ from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.analysis.store import read_document
-from moe_ep_bench.facts import JsonRecord
+from moe_ep_bench.facts import Assumption, JsonRecord
 from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
@@ -97,6 +97,7 @@ class Advice(_Fact):
     ran_on: list[str]
     links: list[str]
     modelled: str
+    assumptions: list[Assumption]
     notes: list[str]
 
 

@@ -49,10 +49,10 @@ from moe_ep_bench.analysis.notes import (
     warnings,
 )
 from moe_ep_bench.analysis.store import ITERATION, Store
-from moe_ep_bench.bench.question import OVERLAP, Bounds, Question
+from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import NOT_EXECUTED
-from moe_ep_bench.facts.words import modelled_line
+from moe_ep_bench.facts.words import assumption_words, modelled_line
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
@@ -139,7 +139,8 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
         titles=list(titles.unique()),
         **{name: list(about[column].dropna().unique()) for name, column in _ABOUT.items()},
         modelled=modelled_line(one.facts for one in store.comparisons),
-        notes=list(_notes(store, rows, about, natives, question)),
+        assumptions=list(question.assumptions) if question else [],
+        notes=list(_notes(store, rows, about, natives)),
     )
 
 
@@ -157,7 +158,7 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
         own = rows[rows["comparison_id"] == answer.comparison_id]
         title = "" if advice.is_one_question else f"at {answer_name(answer)}"
         tables += [_table(own, title)] if len(own) else []
-    notes = "\n".join(f"  {note}" for note in advice.notes)
+    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
 
@@ -260,11 +261,8 @@ def _is_assumed(workload: Row) -> bool:
 # ---- notes -----------------------------------------------------------------------------------------------------------
 
 
-def _notes(
-    store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame, question: Question | None
-) -> Iterator[str]:
+def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
-    yield from () if question is None else question.notes
     yield from (words for words in about["how"].unique() if "MIXED" in words)
     workloads = [facts["workload"] for facts in about["facts"]]
     if any(map(_is_assumed, workloads)):

@@ -23,5 +23,5 @@ Beside that path
 ``layer_runner``      what real and virtual ranks share: a layer that is put in place and timed
 ``meetings``          what links take for what virtual ranks exchange
 ``paired_run``        emulated ranks beside real ones, for ``validate``
-``question``          what ``advise`` is asked -> a config and its plan
+``advise_config``     what ``advise`` is asked -> a config and its plan
 """

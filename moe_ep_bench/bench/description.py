@@ -28,7 +28,7 @@ from moe_ep_bench.facts import (
     TimedFacts,
 )
 from moe_ep_bench.facts import Workload as WorkloadFacts
-from moe_ep_bench.facts.words import describe_device, tokens_words
+from moe_ep_bench.facts.words import counted_words, describe_device, tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
@@ -36,7 +36,7 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.targets import PATTERNS, uncounted_words
+from moe_ep_bench.workload.targets import PATTERNS, counted_layers
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.ranks import Ranks
@@ -186,9 +186,9 @@ def workload_facts(comparison: Point) -> WorkloadFacts:
     source = ""
     if isinstance(config, SyntheticConfig):
         if config.skew_from is not None:
-            few = uncounted_words(config.skew_from)
+            layers = counted_layers(config.skew_from)
             source = f"synthetic, loads of layer {config.layer} counted in {config.skew_from.name}"
-            source += f" ({few}); " if few else "; "
+            source += f" ({counted_words(*layers)}); " if layers else "; "
         elif config.skew is not None and config.skew not in PATTERNS:
             skew = config.calibration(preset)
             source = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); "

@@ -237,7 +237,7 @@ def _quality(options: Namespace) -> int:
 
 
 def _advise(options: Namespace) -> int:
-    from moe_ep_bench.bench.question import Bounds, ask, check_reading
+    from moe_ep_bench.bench.advise_config import Bounds, ask, check_reading
 
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():

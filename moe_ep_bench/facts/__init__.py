@@ -350,6 +350,32 @@ class CaseFacts(JsonRecord):
         return {key: one for key, one in value.items() if key != "name"}
 
 
+# ---- a question ------------------------------------------------------------------------------------------------------
+
+Need = Literal["decode", "prefill", "scores", "requests", "ranks"]
+
+
+class Assumption(JsonRecord):
+    """What ``advise`` assumes or leaves out (``words.assumption_words`` says it).
+
+    Attributes:
+        names: the file that counts experts, what is modelled, or candidates that are left out.
+        num_layers: that the file counts, and that it has.
+        need: what the candidates lack here.
+        reason: why no rows were found for what is modelled.
+    """
+
+    kind: Literal[
+        "no_skew", "counted_layers", "topk_share", "decode_as_prompts", "tokens_are_requests", "modelled", "left_out"
+    ]
+    names: list[str] = []
+    num_layers: tuple[int, int] | None = None
+    topk_share: float | None = None
+    scores_are_assumed: bool = False
+    need: Need | None = None
+    reason: str = ""
+
+
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 

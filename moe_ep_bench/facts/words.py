@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
     PARTLY_ELSEWHERE,
+    Assumption,
     ComparisonFacts,
     Component,
     DeviceFacts,
@@ -276,6 +277,42 @@ def fit_words(fit: Fit) -> str:
         f"does not fit: {'' if fit.is_whole else 'at least '}{fit.num_bytes / 1e9:.3g} GB on each of "
         f"{fit.ep_size} ranks in {fit.dtype} ({listed}), {fit.device} has {fit.device_bytes / 1e9:.3g} GB; {at}"
     )
+
+
+# What a candidate of ``advise`` needs, and why it is left out where that is not so.
+_LACKING = {
+    "decode": "no gain at prefill, where a batch activates all experts",
+    "prefill": "a step of decode is too short to move weights",
+    "scores": "looks past the top-k, of which the recording has no scores",
+    "requests": "by request, where a step has one token of each",
+    "ranks": "replicas and moved weights are of one layer, on several ranks",
+}
+
+
+def assumption_words(assumed: Assumption) -> str:
+    """What ``advise`` assumes or leaves out."""
+    names = ", ".join(assumed.names)
+    if assumed.kind == "no_skew":
+        return "assumed: traffic without skew, as the config sets none (sweep workload.peak_load)"
+    if assumed.kind == "counted_layers":
+        assert assumed.num_layers is not None
+        return f"{names}: {counted_words(*assumed.num_layers)}"
+    if assumed.kind == "topk_share":
+        equal = ", equal over the top-k, so that the mass kept only counts pairs" if assumed.scores_are_assumed else ""
+        return f"assumed: top-k score mass {assumed.topk_share:g}{equal}"
+    if assumed.kind == "decode_as_prompts":
+        return "assumed: requests that decode route as their prompts did"
+    if assumed.kind == "tokens_are_requests":
+        return "assumed: tokens are requests of a step, as the recording is of decode"
+    if assumed.kind == "modelled":
+        return f"{' and '.join(assumed.names)} modelled, not measured elsewhere: {assumed.reason}"
+    assert assumed.need is not None
+    return f"left out: {names}: {_LACKING[assumed.need]}"
+
+
+def counted_words(counted: int, num_layers: int) -> str:
+    """How many layers of a file of counts are used; the others have none."""
+    return f"{counted} of its {num_layers} layers, as the others, dense ones for one, count nothing"
 
 
 def skew_words(layers: SkewLayers) -> str:

@@ -182,12 +182,10 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     return count_LE[count_LE.any(axis=1)]
 
 
-def uncounted_words(path: Path) -> str:
-    """Number of layers of a file without counts, which are not used, in words; empty where all have some."""
+def counted_layers(path: Path) -> tuple[int, int] | None:
+    """Layers of a file that have counts, which alone are used, and all that it has; None where these are the same."""
     is_counted_L = _all_counts(path).any(axis=1)
-    if is_counted_L.all():
-        return ""
-    return f"{is_counted_L.sum()} of its {len(is_counted_L)} layers, as the others, dense ones for one, count nothing"
+    return None if is_counted_L.all() else (int(is_counted_L.sum()), len(is_counted_L))
 
 
 def _all_counts(path: Path) -> NDArray[np.float64]:

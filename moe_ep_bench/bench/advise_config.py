@@ -25,10 +25,11 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts.words import fit_words
+from moe_ep_bench.facts import Assumption, Need
+from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.workload.targets import uncounted_words
+from moe_ep_bench.workload.targets import counted_layers
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -70,11 +71,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Question:
-    """A config file's text and what it compares; ``notes`` say what is assumed and which candidates are left out."""
+    """A config file's text and what it compares; what is assumed, and which candidates are left out."""
 
     text: str
     comparisons: Sequence[Point]
-    notes: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
     out: Path
 
     @property
@@ -84,8 +85,10 @@ class Question:
 
     @property
     def plan(self) -> str:
-        """The notes, and the config with candidates and traffic."""
-        return "\n".join([*self.notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
+        """What is assumed, and the config with candidates and traffic."""
+        return "\n".join(
+            [*map(assumption_words, self.assumptions), f"config: {self.config} (not written)", "", self.text.rstrip()]
+        )
 
     def model(self, *, force: bool = False) -> int:
         """Write the config and model its comparisons; return the exit status as ``emulate`` does.
@@ -131,17 +134,21 @@ def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
 
 def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question:
     """The question, ``where`` named in errors."""
-    raw, sweep, notes = _of_flags(options) if options.config is None else _of_config(options)
+    raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
     asked = experiments_of(where, *copy.deepcopy(({**raw, "policies": [{"name": "topk"}]}, sweep)))
     workloads = [experiment.workload for experiment in asked]
     if not any(map(_is_skewed, workloads)):
         if options.config is None:
             raise UserError("--trace, --peak-load: expected one, which says how busy experts are; got none")
-        notes.append("assumed: traffic without skew, as the config sets none (sweep workload.peak_load)")
+        assumed.append(Assumption(kind="no_skew"))
     counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
-    notes += [f"{path.name}: {few}" for path in sorted(counted) if (few := uncounted_words(path))]
+    assumed += [
+        Assumption(kind="counted_layers", names=[path.name], num_layers=layers)
+        for path in sorted(counted)
+        if (layers := counted_layers(path))
+    ]
     chosen, left_out = candidates(asked, bounds)
-    notes += _add_device(raw, sweep, asked)
+    assumed += _add_device(raw, sweep, asked)
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
     num_joined = len({workload.layer for workload in workloads})
     if "workload.seed" not in sweep and any(map(_is_drawn, asked)):
@@ -159,7 +166,7 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
         raise UserError(f"layer.ep_size: {fit_words(fits[0])}")
     text = dump_yaml({**raw, **({"sweep": sweep} if sweep else {})})
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
-    return Question(text, comparisons, (*notes, *left_out), options.out or Path("results", name))
+    return Question(text, comparisons, (*assumed, *left_out), options.out or Path("results", name))
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -182,7 +189,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 # ---- from options to a config ----------------------------------------------------------------------------------------
 
 
-def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Assumption]]:
     """A config's values and its sweep, without what ``advise`` decides by itself; its policies are no candidates."""
     _refuse(options, _FLAGS, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config.absolute(), options.overrides)
@@ -195,7 +202,7 @@ def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     return raw, sweep, []
 
 
-def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Assumption]]:
     """A config's values, its sweep, and what was assumed."""
     if options.model is None:
         raise UserError("advise: expected a config, a results directory or --model; got none")
@@ -216,9 +223,9 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     traffic: dict[str, Any] = {
         "sequence_length": 1 if decode else min(PROMPT_LENGTH, max(1, tokens // max(1, options.ep)))
     }
-    notes: list[str] = []
+    assumed: list[Assumption] = []
     if options.trace is not None:
-        traffic, notes = _recorded(options.trace, decode)
+        traffic, assumed = _recorded(options.trace, decode)
         decode = traffic["arrangement"] == "decode"
     named = options.model in ModelSpec.names()
     raw = {
@@ -231,10 +238,10 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
     override(raw, sweep, [*given, *options.overrides])
-    return raw, sweep, notes
+    return raw, sweep, assumed
 
 
-def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
+def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption]]:
     """The workload of a recording in all its layers, and what is assumed."""
     with naming("--trace", " (counts of experts go as --set workload.skew_from=FILE --set workload.layer=all)"):
         trace = open_trace(path)
@@ -245,19 +252,19 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
         "arrangement": "decode" if decode or is_of_decode else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }
-    notes = []
+    assumed = []
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
-        equal = ", equal over the top-k, so that the mass kept only counts pairs" if trace.scores_are_assumed else ""
-        notes.append(f"assumed: top-k score mass {_TOPK_SHARE:g}{equal}")
+        scores = {"topk_share": _TOPK_SHARE, "scores_are_assumed": trace.scores_are_assumed}
+        assumed.append(Assumption(kind="topk_share", **scores))
     if decode and not is_of_decode:
-        notes.append("assumed: requests that decode route as their prompts did")
+        assumed.append(Assumption(kind="decode_as_prompts"))
     if is_of_decode and not decode:
-        notes.append("assumed: tokens are requests of a step, as the recording is of decode")
-    return found, notes
+        assumed.append(Assumption(kind="tokens_are_requests"))
+    return found, assumed
 
 
-def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Experiment]) -> Iterator[str]:
+def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Experiment]) -> Iterator[Assumption]:
     """Put a device and links into a config that has none: measured elsewhere where tables have the layer.
 
     Yields:
@@ -291,8 +298,7 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Expe
             except UserError as problem:
                 why["exchange"] = str(problem)
     for words in dict.fromkeys(why.values()):
-        what = " and ".join(part for part, reason in why.items() if reason == words)
-        yield f"{what} modelled, not measured elsewhere: {words}"
+        yield Assumption(kind="modelled", names=[part for part, one in why.items() if one == words], reason=words)
 
 
 def _find_rows(asked: Sequence[Experiment], name: str, *, of_links: bool) -> None:
@@ -333,15 +339,6 @@ def _is_drawn(experiment: Experiment) -> bool:
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
-# What a candidate needs, and why it is left out where that is not so.
-_NEEDS = {
-    "decode": "no gain at prefill, where a batch activates all experts",
-    "prefill": "a step of decode is too short to move weights",
-    "scores": "looks past the top-k, of which the recording has no scores",
-    "requests": "by request, where a step has one token of each",
-    "ranks": "replicas and moved weights are of one layer, on several ranks",
-}
-
 
 def _table(model: ModelSpec, bounds: Bounds) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Every candidate: what it needs, the config's key that takes it, and its entry there.
@@ -374,8 +371,10 @@ def _table(model: ModelSpec, bounds: Bounds) -> Iterator[tuple[str, str, dict[st
         yield "ranks", "rebalance", {"name": "waterfill"}
 
 
-def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """The candidates that can act here, by key of the config; of the others a line for each reason."""
+def candidates(
+    experiments: Sequence[Experiment], bounds: Bounds
+) -> tuple[dict[str, list[dict[str, Any]]], list[Assumption]]:
+    """The candidates that can act here, by key of the config, and those that cannot, by what they lack."""
     workloads = [experiment.workload for experiment in experiments]
     decodes = any(one.decodes for one in experiments)
     lacking = {
@@ -386,11 +385,11 @@ def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[
         "ranks": any(one.layer.ep_size == 1 or one.scope == "model" for one in experiments),
     }
     kept: dict[str, list[dict[str, Any]]] = {"policies": [], "replication": [], "rebalance": []}
-    left_out: dict[str, dict[str, None]] = {}
+    left_out: dict[Need, dict[str, None]] = {}
     for needs, key, entry in _table(experiments[0].model.spec(), bounds):
         why = next((need for need in needs.split() if lacking[need]), None)
         if why is None:
             kept[key].append(entry)
         else:
             left_out.setdefault(why, {})[entry.get("name", entry.get("balancer", "eplb"))] = None
-    return kept, [f"left out: {', '.join(names)}: {_NEEDS[why]}" for why, names in left_out.items()]
+    return kept, [Assumption(kind="left_out", names=list(names), need=need) for need, names in left_out.items()]

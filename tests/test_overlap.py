@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
-from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks, modelled_time
 from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.meetings import HELD_SMS, exchange_us, held_share
 from moe_ep_bench.bench.plan import plan
@@ -98,6 +98,20 @@ def test_each_micro_batch_is_routed_by_itself(tmp_path: Path) -> None:
                     assert torch.equal(found[rank].weights_TE[at], expected.weights_TE), case.label
         drawn = [router.context(case, part).generator.initial_seed() for part in parts_R[0]]
         assert drawn[0] != drawn[1]
+
+
+def test_each_micro_batch_goes_its_way_with_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = planned(tmp_path)
+    case = comparison.cases[0]
+    ranks, ways = ModelledRanks(comparison, [case], CPU, lambda _: None), []
+    chain = ranks._chain
+    monkeypatch.setattr(ranks, "_chain", lambda *way: (ways.append(way), chain(*way))[1])
+    measure_point(ranks, ranks.begin)
+    assert [part.number for _, part in ways] == [0, 1] * 2
+    for times_R, part in ways:
+        expected = [modelled_time(comparison, case, part, rank).legs for rank in range(4)]
+        assert [run.legs for (run,) in times_R] == expected
+    assert ways[0][0][0][0].legs != ways[1][0][0][0].legs, "halves differ"
 
 
 def test_halves_hide_what_they_send_and_pay_for_being_halves(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from test_run import write_config
 
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.point import RANKS, ROUTING, VIRTUAL, Point
+from moe_ep_bench.bench.point import BALANCED, RANKS, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.traffic import route_layer
 
@@ -78,3 +78,14 @@ def test_random_policies_draw_anew_for_every_batch_rank_and_layer(tmp_path: Path
     drawn = [float(torch.rand(1, generator=router.context(case, tokens).generator)) for tokens in made]
     assert len(set(drawn)) == len(drawn) == 2 * 4 + 2
     assert float(torch.rand(1, generator=router.context(case, made[0]).generator)) == drawn[0], "and alike once more"
+
+
+def test_balanced_loads_are_even_over_ranks_of_any_sizes(tmp_path: Path) -> None:
+    sizes = {"workload__num_tokens": None, "workload__tokens_of_ranks": [9, 0, 61, 30], "workload__num_batches": 1}
+    config = write_config(tmp_path, layer__ep_size=4, emulate={"links": "h100-nvlink4"}, **sizes)
+    comparison = plan(config, [], VIRTUAL, on_cpu=True)[0]
+    balanced = next(case for case in comparison.cases if case.role == BALANCED)
+    (traffic,) = route_layer(Router(comparison, CPU), [balanced], None, 0)
+    load_E = traffic.counts_RP.sum(axis=0)
+    assert load_E.sum() == 100 * comparison.model.top_k
+    assert load_E.max() - load_E.min() <= 1

@@ -205,6 +205,7 @@ def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path, mon
     assert [one.experiment.point for one in found] == [one.experiment.point for one in planned]
     assert [one.experiment for one in found] == [one.experiment for one in planned]
     assert plan_hash(found) == plan_hash(planned) != plan_hash(planned[:1])
+    assert {one.world_size for one in read_plan(text, 2 * NUM_RANKS)} == {2 * NUM_RANKS}, "a node has more of them"
     with pytest.raises(UserError, match="the plan: expected the cases of"):
         read_plan(text.replace(plan_hash(planned), plan_hash(planned[:1])), NUM_RANKS)
     with pytest.raises(UserError, match="the plan: expected the cases of"):

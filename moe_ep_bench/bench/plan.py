@@ -267,11 +267,15 @@ def plan_text(points: Sequence[Point]) -> str:
     experiments = [
         {"values": point.experiment.model_dump(exclude_unset=True), "point": point.experiment.point} for point in points
     ]
-    return json.dumps({"hash": plan_hash(points), "experiments": experiments}, default=str)
+    facts = {"hash": plan_hash(points), "world_size": points[0].world_size}
+    return json.dumps({**facts, "experiments": experiments}, default=str)
 
 
 def read_plan(text: str, world_size: int) -> list[Point]:
     """The points of ``plan_text``, on this rank; the config is not read again.
+
+    Args:
+        world_size: ranks that have met; others than were planned where nodes have unlike numbers of them.
 
     Raises:
         ValueError: a workload cannot be opened here, or the plan comes to other cases than it did.
@@ -284,7 +288,7 @@ def read_plan(text: str, world_size: int) -> list[Point]:
         experiments.append(experiment)
     on_cpu = device_type() == "cpu"
     points = plan_experiments(Path("the plan"), experiments, RANKS, world_size, on_cpu=on_cpu, try_out=False)
-    if (found := plan_hash(points)) != document["hash"]:
+    if (found := plan_hash(points)) != document["hash"] and world_size == document["world_size"]:
         raise UserError(f"the plan: expected the cases of {document['hash']}, as it was launched; got {found}")
     return points
 

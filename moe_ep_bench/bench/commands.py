@@ -188,7 +188,7 @@ def _new_run_id() -> str:
 def _held(
     directory: RunDirectory, points: Sequence[Any], conditions: Mapping[str, Any], *, force: bool
 ) -> Iterator[None]:
-    """Keep other jobs from points that may lie in a directory; where all is done anew, of whatever code it was."""
+    """Lock these points in a directory that may hold them; with ``force``, whatever code measured them before."""
     code = {} if force else {"code": provenance.code_hash()}
     directory.check_agreement({"mode": points[0].mode, "scope": points[0].scope, **conditions, **code})
     with hold(directory.root, {point.comparison_id: point.title for point in points}):

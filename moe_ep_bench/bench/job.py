@@ -1,4 +1,4 @@
-"""One job on this rank: what it keeps of what it tries, so that the next job knows what was lost."""
+"""One job on this rank: it records what it tries, so that the next job knows what was lost."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Job:
 
     @contextlib.contextmanager
     def trying(self, points: Sequence[Point]) -> Iterator[None]:
-        """Keep a line of what is tried in the block, in a file that is named by the first point.
+        """Record what is tried in the block, in a file that is named by the first point.
 
-        Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
+        If the block fails, the process group is lost: its reason stays there, and this process ends with ``LOST``.
 
         Raises:
             ReportedError: results cannot be written; on all ranks, after one line to the user.

@@ -148,7 +148,7 @@ class Point:
 
     @property
     def mode(self) -> str:
-        """Of its rows: one of ``schema.MODES``."""
+        """The mode of its rows (``schema.MODES``)."""
         return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
 
     @property
@@ -167,12 +167,12 @@ class Point:
 
     @property
     def overlap(self) -> str:
-        """Of an exchange and computation, where links are modelled (``emulate.overlap``)."""
+        """How exchanges and computation overlap (``emulate.overlap``); not at all on real links."""
         return NO_OVERLAP if self.links is None else self.experiment.emulate.overlap
 
     @property
     def sent_for(self) -> Copies | None:
-        """What a token has a copy for behind a modelled DeepEP or a measured exchange; None = a row for each pair."""
+        """The rule of copies of a modelled DeepEP or a measured exchange; None = NCCL's, a row for each pair."""
         if self.links is None or self.links.exchange is not None:
             return self.links and self.links.exchange and self.links.exchange.copies
         return "rank" if self.experiment.emulate.copies == "rank" else None
@@ -194,12 +194,12 @@ class Point:
 
     @property
     def layer(self) -> int | None:
-        """Which layer of a recording; None where scores are synthetic, or a whole model's."""
+        """The layer of a recording; None with synthetic scores or a whole model."""
         recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
         return self.workload.layer if recorded else None
 
     def row_layer(self, key: int | None) -> int | None:
-        """How rows name a layer of ``workloads``: a routed recording's by its own number."""
+        """The layer as rows name it: a routed recording's own number, else the key of ``workloads``."""
         return self.layer if self.backend == ROUTING else key
 
     @property
@@ -325,7 +325,7 @@ class Point:
 
     @property
     def traffic(self) -> str:
-        """Where tokens come from: skew or recordings with their stage; padding."""
+        """Where tokens come from: a skew, or recordings with their stage; and the padding."""
         experiment, config, workload = self.experiment, self.experiment.workload, self.workload
         preset = experiment.model.preset
         if isinstance(config, RecordedConfig):

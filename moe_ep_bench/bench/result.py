@@ -48,7 +48,7 @@ class Samples:
 
 
 def identity(run_id: str, point: Any, case: CaseSpec) -> dict[str, Any]:
-    """The columns that say which case rows belong to; ``point`` is of ``plan``, or of ``quality``."""
+    """The columns that name the case of rows; ``point`` is of ``plan`` or of ``quality``."""
     return {
         "run_id": run_id,
         "case_id": case.case_id,

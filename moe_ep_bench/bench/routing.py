@@ -102,13 +102,13 @@ class Router:
         return Routing(torch.cat([one.map_TE for one in routed]), torch.cat([one.weights_TE for one in routed]))
 
     def stats_of(self, case: CaseSpec, tokens: Tokens) -> Tensor | None:
-        """Of a batch-wide policy what is summed over ranks, float64 [M, S, E]; None = it needs nothing of others."""
+        """A batch-wide policy's statistics of this rank, which are summed over ranks: float64 [M, S, E]; else None."""
         form, parts = form_of(case.policy or NATIVE, tokens.scores_TE.device), tokens.parts(self.point.num_parts)
         stats = [form.batch_stats(part.scores_TE, self.context(case, part)) for part in parts]
         return None if stats[0] is None else torch.stack(stats)
 
     def context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
-        """What the case's policy knows of a rank's tokens, its randomness at its start."""
+        """The context of a rank's tokens as the case's policy sees it, its randomness at its start."""
         place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
         device, seed = tokens.context.request_id_T.device, self.point.experiment.layer.seed
         load_RE = self.carried(case, tokens.layer, tokens.batch)
@@ -135,7 +135,7 @@ class Router:
     # ---- what other batches decide -----------------------------------------------------------------------------------
 
     def carried(self, case: CaseSpec, layer: int | None, batch: int) -> Tensor | None:
-        """Loads that a batch starts from on every rank, float64 [R, E]; None = nothing."""
+        """Loads from which a batch starts on every rank, float64 [R, E]; None if policies carry none."""
         if batch == 0 or not getattr(case.policy, "carry_loads", False):
             return None
 

@@ -215,7 +215,7 @@ def _layer_traffic(
 
 
 def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int) -> dict[str, Tensor]:
-    """What each batch-wide policy's statistics sum up to over all ranks, by case id: float64 [M, S, E]."""
+    """Sums over all ranks of each batch-wide policy's statistics, by case id: float64 [M, S, E]."""
     with torch.inference_mode():
         first = router.tokens(layer, batch, 0)
         wide = [case for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
@@ -228,7 +228,7 @@ def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
 
 
 def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
-    """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
+    """The share of top-k mass that dropping keeps at most at the loads of a case; for native the whole curve.
 
     None for cases whose experts have no single home each.
     """

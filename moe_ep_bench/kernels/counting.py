@@ -170,7 +170,7 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
     """Pairs of each slot, and tokens with a pair on each rank and on each node.
 
     Args:
-        slot_N, first_E, pairs_E, before_E: of ``bench.routing.Slots``, the last of this rank.
+        slot_N, first_E, pairs_E, before_E: of ``placement.Slots``, the last of this rank.
 
     Returns:
         int64 [P], [R] and [N].

@@ -132,25 +132,27 @@ class Bench:
         specs = [{**spec, "c": min(spec["c"], num_experts)} if "c" in spec else spec for spec in SPECS]
         all_timed = not by_triton or num_tokens <= MOST_SEQUENTIAL_TOKENS
         self.policies = [p for p in map(make_policy, specs) if all_timed or not isinstance(p, LoadAwarePolicy)]
-        self.twins = {policy.label: self._twin(policy) for policy in self.policies} if by_triton else {}
+        self.compiled = {policy.label: self._compiled(policy) for policy in self.policies} if by_triton else {}
         self.wrong = [policy.label for policy in self.policies if by_triton and not self._agrees(policy)]
 
-    def _twin(self, policy: Policy) -> Call | None:
-        twin = kernels.triton_twins().get(type(policy))
+    def _compiled(self, policy: Policy) -> Call | None:
+        module = kernels.triton_forms().get(type(policy))
         by_request = getattr(policy, "scope", None) == "request" and not self.is_decode
-        return None if twin is None or by_request else partial(twin.select, policy, self.scores_TE, self.context, None)
+        return (
+            None if module is None or by_request else partial(module.select, policy, self.scores_TE, self.context, None)
+        )
 
     def _plain(self, policy: Policy) -> Call:
         return lambda: kernels.oracle_for(policy, self.device).select(self.scores_TE, self.context)
 
     def _agrees(self, policy: Policy) -> bool:
-        twin = self.twins[policy.label]
-        if twin is None:
+        compiled = self.compiled[policy.label]
+        if compiled is None:
             return True
         try:
-            ours, expected = twin(), self._plain(policy)()
+            ours, expected = compiled(), self._plain(policy)()
             near = torch.allclose(ours.weights_TE, expected.weights_TE, rtol=1e-5, atol=1e-30)
-            return near and all(torch.equal(map_TE, ours.map_TE) for map_TE in (twin().map_TE, expected.map_TE))
+            return near and all(torch.equal(map_TE, ours.map_TE) for map_TE in (compiled().map_TE, expected.map_TE))
         except Exception as error:
             print(f"{policy.label}: {type(error).__name__}: {error}", file=sys.stderr)
             return False
@@ -174,11 +176,11 @@ class Bench:
             # Seconds on the host, at prefill, that no ratio needs.
             if self.is_decode or not isinstance(policy, LoadAwarePolicy):
                 contenders[policy.label, "torch"] = self._plain(policy)
-            twin = self.twins[policy.label]
-            if twin is not None and policy.label not in self.wrong:
-                contenders[policy.label, "launched"] = twin
+            compiled = self.compiled[policy.label]
+            if compiled is not None and policy.label not in self.wrong:
+                contenders[policy.label, "launched"] = compiled
                 if self.device.type == "cuda":
-                    contenders[policy.label, "graph"] = replayed(twin, self._repeated)
+                    contenders[policy.label, "graph"] = replayed(compiled, self._repeated)
         return contenders
 
     @property
@@ -198,10 +200,10 @@ class Bench:
         for (label, form), of_form in times.items():
             row = rows.setdefault(label, {"what": label})
             row[f"{form} us"] = statistics.median(of_form)
-            if self.by_triton and form == "torch" and label in self.twins:
+            if self.by_triton and form == "torch" and label in self.compiled:
                 continue
             row["over top-k"] = median_ratio(of_form, times[PLAIN, "torch"])
-            if (label, "torch") in times and label in self.twins:
+            if (label, "torch") in times and label in self.compiled:
                 row["over torch"] = median_ratio(of_form, times[label, "torch"])
             if (algorithm := ALGORITHMS.get(label.split()[0])) is not None:
                 row["over published"] = median_ratio(of_form, times[algorithm, "torch"])

@@ -145,7 +145,7 @@ def context_of(arguments: Arguments, device: str = "cpu") -> RoutingContext:
 
 
 def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:
-    """By what runs on the host; ``law_twins`` holds it to torch."""
+    """By what runs on the host; ``test_forms`` holds it to torch."""
     return form_of(make_policy(spec), "cpu").route(scores_TE, context_of(arguments))
 
 

@@ -111,7 +111,7 @@ def _decode(num_tokens: int, num_experts: int, hidden_size: int, ffn_size: int, 
 
 def _route(spec: dict[str, Any], shape: str) -> object:
     """Route scores of a shape, none of which is looked at."""
-    from moe_ep_bench.kernels import triton_twins
+    from moe_ep_bench.kernels import triton_forms
     from moe_ep_bench.policies import RoutingContext, make_policy
 
     num_tokens, num_experts = {
@@ -126,7 +126,7 @@ def _route(spec: dict[str, Any], shape: str) -> object:
             modality_T=torch.zeros(num_tokens, dtype=torch.int64),
         )  # fmt: skip
     policy = make_policy(spec)
-    return triton_twins()[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
+    return triton_forms()[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
 
 
 def _copies_before_wait(ptx: str) -> int:

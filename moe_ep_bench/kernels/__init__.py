@@ -1,4 +1,4 @@
-"""Which form of a policy runs: its own torch operations, or a compiled twin that routes alike.
+"""Which form of a policy runs: its own torch operations, or a compiled form that routes alike.
 
 ==========  ==================  =====================================================================================
 kernel      scores lie on       policies
@@ -6,13 +6,13 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all of this package, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``sere``, in a launch or a few (``triton_twins`` below),
+``triton``  a CUDA GPU          all but ``sere``, in a launch or a few (``triton_forms`` below),
                                 and but for values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
-The first of triton, numba and torch that there is runs. A twin equals the policy in torch: the same pairs to the bit,
-weights within rounding (numba's to the bit too). Where Triton cannot be imported, or finds no C compiler, that is said
-once, and the next one runs. Nothing here imports numba or Triton before it is chosen.
+The first of triton, numba and torch that is installed runs. Compiled forms equal the one in torch: the same pairs to
+the bit, weights within rounding (numba's to the bit too). If Triton cannot be imported, or finds no C compiler, a
+warning says so once, and the next form runs. Nothing here imports numba or Triton before it is chosen.
 
 Shapes: T = tokens, E = experts, S = rows of batch statistics.
 """
@@ -111,9 +111,9 @@ def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
     """The functions that run for scores of this shape."""
     kernel, policy = form.runs(num_tokens, num_experts), form.policy
     if kernel == "triton":
-        twin = triton_twins()[type(policy)]
-        stats = getattr(twin, "stats", lambda policy, scores_TE, context: None)
-        return functools.partial(twin.select, policy), functools.partial(stats, policy)
+        module = triton_forms()[type(policy)]
+        stats = getattr(module, "stats", lambda policy, scores_TE, context: None)
+        return functools.partial(module.select, policy), functools.partial(stats, policy)
     if type(policy).route is not SteppedPolicy.route:
         return policy.route, policy.batch_stats
     assert isinstance(policy, SteppedPolicy)
@@ -158,7 +158,7 @@ def numba_steps(device_type: str) -> Steps:
 
 
 @functools.cache
-def triton_twins() -> Mapping[type[Policy], ModuleType]:
+def triton_forms() -> Mapping[type[Policy], ModuleType]:
     """The module with the ``select`` and, if any, the ``stats`` of each policy that has a Triton form.
 
     Triton must be installed.

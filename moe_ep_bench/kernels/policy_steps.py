@@ -1,4 +1,4 @@
-"""The hot routing steps by numba's loops: compiled twins of ``policies.steps.Steps``, which return the same bits.
+"""The hot routing steps by numba's loops: compiled forms of ``policies.steps.Steps``, which return the same bits.
 
 ``HostSteps`` are for scores on the host, ``DeviceSteps`` for those on a GPU, where torch's operations are parallel but
 the sequential load-aware rule is not.

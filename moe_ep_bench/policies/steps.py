@@ -1,7 +1,7 @@
-"""The hot steps of routing, in torch: what a compiled twin may replace.
+"""The hot steps of routing, in torch: a compiled form may replace them.
 
 A policy is a short sequence of these steps and of cheap operations on [E] vectors. It works by
-``self.steps``, which are these unless a caller swaps in faster ones (``SteppedPolicy.by``). A twin
+``self.steps``, which are these unless a caller swaps in faster ones (``SteppedPolicy.by``). A form
 overrides a method and returns the same bits; the methods here are its definition.
 
 Every choice is exact about ties: the lower index wins. ``torch.topk`` promises no order among
@@ -204,7 +204,7 @@ class Steps:
     ) -> Tensor:
         """Route tokens in order, each by the loads that those before it left: bool [T, E].
 
-        This form goes token by token in torch: for more than a few there is a compiled twin.
+        This form goes token by token in torch: for more than a few there is a compiled form.
 
         Args:
             scores_TE: float32, what shares are shares of.

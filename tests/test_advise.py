@@ -35,12 +35,12 @@ from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import OK, USER_ERROR
-from moe_ep_bench.facts.words import assumption_words
+from moe_ep_bench.facts.words import assumption_words, rest_words
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
 NO_BOUNDS = Bounds(max_dropped=1.0, min_retained=0.0)
-REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "of": "prompts of 128 tokens"}
+REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "prompt_lengths": [128, 128]}
 QWEN = ["--model", "qwen3-30b-a3b", "--ep", "8", "--tokens", "16384", "--peak-load", "4"]
 OLMOE = ["--model", "olmoe-1b-7b", "--ep", 8, "--tokens"]
 # Where the package of tables is installed.
@@ -510,7 +510,7 @@ def test_a_recording_of_decode_is_asked_about_steps_with_a_cache(tmp_path: Path)
     for flag in ("--tokens", "--decode-tokens"):
         question = asked("--model", "olmoe-1b-7b", "--ep", 8, flag, 64, "--trace", steps)
         assert {one.whole.context_length for one in experiments_of(question)} == {2048}
-        assert {rest_of(comparison).of for comparison in question.comparisons} == {"a step after 2,048 tokens"}
+        assert {rest_words(rest_of(comparison)) for comparison in question.comparisons} == {"a step after 2,048 tokens"}
         noted = "assumed: tokens are requests of a step, as the recording is of decode" in said_of(question)
         assert noted == (flag == "--tokens")
     # A config that states no cache has no pass of a model.
@@ -537,9 +537,9 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_the_rest_of_a_model_is_the_slowest_ranks_and_names_the_prompts_of_all() -> None:
     even, uneven = (asked(*OLMOE, tokens, "--peak-load", 4).comparisons[0] for tokens in (4096, 4000))
-    assert rest_of(even).of == "prompts of 128 tokens"
+    assert rest_words(rest_of(even)) == "prompts of 128 tokens"
     rest, slow = rest_of(uneven), PassWork([128] * 4, 0)  # the one rank that has the prompt of 32 is faster
-    assert rest.of == "prompts of 32 to 128 tokens"
+    assert rest_words(rest) == "prompts of 32 to 128 tokens"
     taken_us = rest.us_per_moe_layer * rest.num_moe_layers
     assert taken_us == pytest.approx(outside_moe_us(uneven.device, uneven.model, slow, dtype="bfloat16"))
 
@@ -554,7 +554,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert main(command) == OK
     first = capsys.readouterr()
     assert "the traffic's skew is assumed" in first.out
-    assert {facts["rest"]["of"] for facts in comparisons(load(out))["facts"]} == {"prompts of 16 tokens"}
+    assert {tuple(facts["rest"]["prompt_lengths"]) for facts in comparisons(load(out))["facts"]} == {(16, 16)}
     assert f"moe-ep-bench show {out}); config: {out}/advise.yaml" in first.out
     lines = [line for block in advice_lines(read_advice(out)) for line in block.splitlines()]
     assert lines == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))

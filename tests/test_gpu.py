@@ -147,10 +147,10 @@ MODEL = {"scope": "model", "whole": {"num_layers": 3, "context_length": 64}}
 @pytest.mark.parametrize(
     ("held", "changes", "also"),
     [
-        ("the whole layer", {}, set()),
-        pytest.param("the whole layer with its collectives", {"layer__ep_size": 2}, {"wait_dispatch"}, marks=TWO_GPUS),
+        ("layer", {}, set()),
+        pytest.param("layer", {"layer__ep_size": 2}, {"wait_dispatch"}, marks=TWO_GPUS),
         *(
-            ("the whole model", {**MODEL, "model__preset": preset}, {"attention", "output"})
+            ("model", {**MODEL, "model__preset": preset}, {"attention", "output"})
             for preset in ("olmoe-1b-7b", "deepseek-v2-lite")
         ),
     ],

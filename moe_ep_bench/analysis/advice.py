@@ -12,8 +12,8 @@ from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.analysis.store import read_document
-from moe_ep_bench.facts import Assumption, JsonRecord
-from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, said_once
+from moe_ep_bench.facts import Assumption, JsonRecord, Rest
+from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, rest_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 
@@ -70,7 +70,7 @@ class Answer(_Fact):
         point: swept keys with their values, where the question has several.
         pick: None = native stays, for the ``reason``.
         fastest: the fastest candidate within the bounds, where none is picked.
-        rest_of: whose attention is in the modelled rest of a pass.
+        rest: of a pass, as it was modelled.
     """
 
     comparison_id: str
@@ -82,7 +82,7 @@ class Answer(_Fact):
     reason: Literal["no_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = None
     fastest: Case | None = None
     fit: Fit | None = None
-    rest_of: str = ""
+    rest: Rest | None = None
     variants: tuple[Variant, ...] = ()
 
 
@@ -193,7 +193,8 @@ def _pick_lines(answer: Answer, pick: Case) -> Iterator[str]:
     if native.pass_ms is not None and pick.pass_ms is not None:
         end_to_end = f"{native.pass_ms / pick.pass_ms:.3f} times as fast, {_taken(pick.pass_ms, native.pass_ms)}"
         rates = f"{pick.tokens_per_s_per_rank:,.0f} in place of {native.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
-        rest = f"the rest modelled{answer.rest_of and f' ({answer.rest_of})'}"
+        of = rest_words(answer.rest) if answer.rest else ""
+        rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
 
 

@@ -216,7 +216,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         reason=reason,
         fastest=None if pick or within.empty else _case(within.iloc[-1]),
         fit=fit,
-        rest_of=(rest or {}).get("of", ""),
+        rest=rest,
     )
 
 

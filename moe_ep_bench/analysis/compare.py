@@ -38,7 +38,8 @@ from moe_ep_bench.analysis.columns import (
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
-from moe_ep_bench.facts import NOT_EXECUTED
+from moe_ep_bench.facts import NOT_EXECUTED, TimedFacts
+from moe_ep_bench.facts.words import describe_links, device_words
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
@@ -202,6 +203,9 @@ def _conditions(store: Store) -> dict[str, dict[str, str]]:
         measured = [launch.run_id for launch in one.conditions.values()]
         job = one.run.runs.get(measured[-1] if measured else one.run.run_id)
         told = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
+        if isinstance(one.facts, TimedFacts):
+            told |= {"links": one.facts.links and describe_links(one.facts.links, one.facts.exchange)}
+            told |= {"device": one.facts.device and device_words(one.facts)}
         found[one.comparison_id] = {key: _text(told[key]) for key in _CONDITIONS if told.get(key) is not None}
     return found
 

@@ -18,13 +18,15 @@ from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
-from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
+from moe_ep_bench.analysis.papers import METRICS, Claims
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
+from moe_ep_bench.facts import SkewFacts
+from moe_ep_bench.facts.words import basis_words
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
@@ -360,8 +362,14 @@ def claim_rows(claims: Claims, rows: pd.DataFrame) -> pd.DataFrame:
         role="policy",
         ours_are="whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer",
         missing_marks=" Rows without a mark: no number is stated." if unstated else "",
-        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(basis_words),
+        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(_traffic_words),
     )
+
+
+def _traffic_words(facts: Mapping[str, Mapping]) -> str:
+    """What a workload was calibrated to; of others what they are."""
+    skew = facts["workload"].get("skew")
+    return basis_words(SkewFacts(**skew)) if skew else facts["workload"]["description"]
 
 
 def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:

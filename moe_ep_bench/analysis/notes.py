@@ -17,7 +17,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import ComparisonFacts, Conditions, TimedFacts
-from moe_ep_bench.facts.words import component_words, fit_words, skew_words
+from moe_ep_bench.facts.words import component_words, fit_words, graph_words, rest_words, skew_words
 from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -123,7 +123,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     if facts.workload.padding:
         batches = routing(store).merge(_of(ok, "baseline")[CASE], on=CASE)
         padding = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
-    is_assumed = not isinstance(facts, TimedFacts) and "scores assumed" in facts.workload.description
+    is_assumed = not isinstance(facts, TimedFacts) and facts.workload.scores_assumed
     return [
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", _by_chance(one, ok)),
@@ -183,11 +183,13 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
         (
             "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for "
             "the rest of the model (modelled{})",
-            not facts.whole and rest and (rest.num_moe_layers, rest.us_per_moe_layer, rest.of and f", {rest.of}"),
+            not facts.whole
+            and rest
+            and (rest.num_moe_layers, rest.us_per_moe_layer, (of := rest_words(rest)) and f", {of}"),
         ),
         (MODEL_CAVEAT, not ran),
         ("{}: torch operations, charged as if compiled: on a GPU they take longer", not ran and by_torch),
-        ("replayed from CUDA graphs, which hold {}", facts.cuda_graph),
+        ("replayed from CUDA graphs, which hold {}", graph_words(facts)),
         (f"{{}}, native over case, median of pairs {_spread(one)}", timed),
         (
             "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",

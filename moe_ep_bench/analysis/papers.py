@@ -313,11 +313,6 @@ def _difference(row: Row) -> str:
     return f"{factor * row['difference']:+.{digits}f}"
 
 
-def basis_words(facts: Row) -> str:
-    """What a workload was calibrated to, without its other words."""
-    return facts["workload"]["description"].split("; synthetic", 1)[0].removeprefix("synthetic, ")
-
-
 def _reasons(rows: pd.DataFrame) -> Table:
     """Each reason once, with the numbers of its claims."""
     by_note = rows.sort_values("number").groupby("note", sort=False)["number"]

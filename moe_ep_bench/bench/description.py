@@ -19,16 +19,9 @@ from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import FP8, PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import (
-    Component,
-    JsonRecord,
-    ModelExtent,
-    Rest,
-    RoutedFacts,
-    TimedFacts,
-)
+from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, SkewFacts, TimedFacts
 from moe_ep_bench.facts import Workload as WorkloadFacts
-from moe_ep_bench.facts.words import counted_words, describe_device, tokens_words
+from moe_ep_bench.facts.words import basis_words, counted_words, describe_device
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
@@ -108,14 +101,13 @@ def routed_facts(comparison: Point) -> RoutedFacts:
 
 def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
     model, experiment, layer_backend = comparison.model, comparison.experiment, comparison.layer_backend
-    collectives = " with its collectives" * (comparison.ep_size > 1)
     facts = {
         "scale": model.scale,
         "num_replicas": comparison.world_size // comparison.ep_size,
         "world_size": comparison.world_size,
         "dtype": experiment.layer.dtype,
         "backend": ranks.backend,
-        "cuda_graph": f"the whole {comparison.scope}{collectives}" if layer_backend.cuda_graph else None,
+        "cuda_graph": comparison.scope if layer_backend.cuda_graph else None,
         "experts": Component(
             requested=experiment.layer.experts, ran=layer_backend.experts, why=layer_backend.experts_why
         ),
@@ -191,10 +183,10 @@ def workload_facts(comparison: Point) -> WorkloadFacts:
             source += f" ({counted_words(*layers)}); " if layers else "; "
         elif config.skew is not None and config.skew not in PATTERNS:
             skew = config.calibration(preset)
-            source = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source}); "
             # A peak load in place of the skew's own is of no layer that was recorded.
             own = skew.model_dump(mode="json", exclude_none=True, exclude={"layers"} if config.peak_load else None)
             facts["skew"] = {"name": config.skew, **own}
+            source = f"synthetic, {basis_words(SkewFacts(**facts['skew']))}; "
     return WorkloadFacts(**{**facts, "description": source + facts["description"]})
 
 
@@ -236,14 +228,13 @@ def rest_of(comparison: Point) -> Rest:
         raise UserError("whole.context_length: expected the tokens in the cache of a step's requests, got 0")
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
-    if context := experiment.whole.context_length:
-        of = f"a step after {tokens_words(context)}"
-    else:
-        lengths = [length for work in passes for length in work.lengths]
-        least, most = min(lengths), max(lengths)
-        of = f"prompts of {f'{least:,} to ' if least < most else ''}{tokens_words(most)}"
-    num_layers = model.num_moe_layers
-    return Rest(us_per_moe_layer=slowest_us / num_layers, num_moe_layers=num_layers, of=of)
+    lengths, num_layers = [length for work in passes for length in work.lengths], model.num_moe_layers
+    return Rest(
+        us_per_moe_layer=slowest_us / num_layers,
+        num_moe_layers=num_layers,
+        context_length=experiment.whole.context_length,
+        prompt_lengths=None if experiment.whole.context_length else (min(lengths), max(lengths)),
+    )
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

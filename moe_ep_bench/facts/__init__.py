@@ -73,6 +73,8 @@ class SkewFacts(JsonRecord):
     """A skew that a config names (``workload.targets.Skew``)."""
 
     name: str
+    basis: str  # of its targets: recorded, published, assumed
+    source: str
     layers: SkewLayers | None = None
 
 
@@ -94,6 +96,7 @@ class Workload(JsonRecord):
     tail_model: str | None
     recording: Recording | None = None
     skew: SkewFacts | None = None
+    scores_assumed: bool = False  # of a recording, equal over the top-k, for it has none
     targets: dict[str, Any] = Field({})  # of a synthetic workload (``Targets``)
     seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has
@@ -234,7 +237,8 @@ class Rest(JsonRecord):
 
     us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
     num_moe_layers: Count
-    of: str = ""  # whose attention is in it: prompts of so many tokens, or steps after so many
+    context_length: NonNegativeInt = 0  # tokens in the cache of requests that decode; 0 = prompts
+    prompt_lengths: tuple[Count, Count] | None = None  # tokens of the shortest and the longest; None = not stated
 
     def pass_ms(self, layer_ms: float) -> float:
         """The pass as if every MoE layer took what this one does."""
@@ -274,7 +278,7 @@ class TimedFacts(ComparisonFacts):
     world_size: Count
     dtype: str
     backend: Literal["nccl", "gloo"]
-    cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
+    cuda_graph: Literal["layer", "model"] | None = None  # what graphs hold and replay; None = run eagerly
     experts: Component
     permute: Component
     oversubscribed: bool  # more ranks than cores

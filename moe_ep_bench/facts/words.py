@@ -19,9 +19,11 @@ from moe_ep_bench.facts import (
     LinkFacts,
     LinksFacts,
     MeasuredBy,
+    Rest,
     RoutedFacts,
     Rows,
     RunFacts,
+    SkewFacts,
     SkewLayers,
     TimedFacts,
 )
@@ -313,6 +315,28 @@ def assumption_words(assumed: Assumption) -> str:
 def counted_words(counted: int, num_layers: int) -> str:
     """How many layers of a file of counts are used; the others have none."""
     return f"{counted} of its {num_layers} layers, as the others, dense ones for one, count nothing"
+
+
+def rest_words(rest: Rest) -> str:
+    """Whose attention is in the modelled rest of a pass; empty where that is not stated."""
+    if rest.context_length:
+        return f"a step after {tokens_words(rest.context_length)}"
+    if rest.prompt_lengths is None:
+        return ""
+    least, most = rest.prompt_lengths
+    return f"prompts of {f'{least:,} to ' if least < most else ''}{tokens_words(most)}"
+
+
+def graph_words(facts: TimedFacts) -> str:
+    """What CUDA graphs hold; empty where a layer ran eagerly."""
+    if facts.cuda_graph is None:
+        return ""
+    return f"the whole {facts.cuda_graph}{' with its collectives' * (facts.num_ranks > 1)}"
+
+
+def basis_words(skew: SkewFacts) -> str:
+    """What a named skew was calibrated to."""
+    return f"calibrated to {skew.name} ({skew.basis}: {skew.source})"
 
 
 def skew_words(layers: SkewLayers) -> str:

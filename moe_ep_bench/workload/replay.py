@@ -143,6 +143,7 @@ class RecordedWorkload(Workload):
             "description": f"{facts[0]['model']}, layer {self.layer}, {assumed}{domains}, recorded in "
             f"{' and '.join(origins)}, {self.num_batches} {size}, {tail}, seed {self.seed}",
             "tail_model": None if self.tail == RECORDED else self.tail,
+            "scores_assumed": self.traces[0].scores_are_assumed,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
             "recording": {
                 "model": facts[0]["model"],

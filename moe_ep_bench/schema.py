@@ -153,7 +153,8 @@ def _table(columns: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
     return pa.schema(columns, {"schema_version": str(SCHEMA_VERSION), "written_by": "moe-ep-bench"})
 
 
-_IDENTITY = [
+# Columns that say which case a row is of, and of which rank and batch.
+IDENTITY = [
     ("run_id", pa.string()),
     ("case_id", pa.string()),
     ("comparison_id", pa.string()),
@@ -174,7 +175,7 @@ _IDENTITY = [
 # launch has one row there, of nulls, with its status and reason.
 SAMPLES_SCHEMA = _table(
     [
-        *_IDENTITY,
+        *IDENTITY,
         ("launch", pa.int32()),
         ("iteration", pa.int32()),
         ("kind", pa.string()),  # plain (two clock readings) or breakdown (every phase)
@@ -192,7 +193,7 @@ SAMPLES_SCHEMA = _table(
 # One row per case x rank x batch x layer. Virtual ranks are rows like any others.
 ROUTING_SCHEMA = _table(
     [
-        *_IDENTITY,
+        *IDENTITY,
         ("layer", pa.int32()),  # of the model or the recording; null = a layer alone, or synthetic scores
         *ROUTING_METRICS.items(),
         *_MORE_METRICS.items(),
@@ -219,7 +220,7 @@ FRONTIER_SCHEMA = _table(
 # ``dropped_share``, ``rerouted_share``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
 QUALITY_SCHEMA = _table(
     [
-        *_IDENTITY,
+        *IDENTITY,
         ("phase", pa.string()),  # of a text: in which the policy acted, prefill or decode
         ("task", pa.string()),  # null = the text
         ("item", pa.int64()),  # sequence of the text, question of the task; null = the whole task
@@ -240,7 +241,7 @@ QUALITY_SCHEMA = _table(
 # a batch of their own (``decode``), what is called a mean is over these steps.
 QUALITY_ROUTING_SCHEMA = _table(
     [
-        *_IDENTITY,
+        *IDENTITY,
         ("phase", pa.string()),
         ("layer", pa.int32()),  # of the decoder
         ("num_steps", pa.int64()),

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from gpu_pages import SEEN, SETTINGS, of_h100, of_h200
 
-from moe_ep_bench.analysis.quality import claims as of_checkpoints
-from moe_ep_bench.analysis.quality import read_quality
+from moe_ep_bench.analysis.answer_costs import orderings_met
+from moe_ep_bench.analysis.store import load
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "results" / "reference"
@@ -235,8 +235,8 @@ def of_balancing() -> list[str]:
 
 
 def of_quality() -> list[str]:
-    found = of_checkpoints(read_quality(REFERENCE / "quality-small-2cpu")).set_index(["better", "worse"])
-    alone = of_checkpoints(read_quality(REFERENCE / "quality-small-seed0"))
+    found = orderings_met(load(REFERENCE / "quality-small-2cpu")).set_index(["better", "worse"])
+    alone = orderings_met(load(REFERENCE / "quality-small-seed0"))
     verdicts, numbers = found["verdict"].value_counts(), {4: "four"}
     pairs = {
         ("token_drop 1.0", "token_drop 1.0 order"): "order ({})",

@@ -30,8 +30,8 @@ import yaml
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis import style
-from moe_ep_bench.analysis.papers import load_claims, write_claims
-from moe_ep_bench.analysis.validate import write_validation
+from moe_ep_bench.analysis.equivalence import write_validation
+from moe_ep_bench.analysis.paper_claims import load_claims, write_claims
 from moe_ep_bench.bench.commands import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import ValidationDirectory

@@ -16,7 +16,7 @@ import pytest
 import torch
 from virtual_time import HandClock
 
-from moe_ep_bench.analysis.store import paced
+from moe_ep_bench.analysis.store import paced, pivoted
 from moe_ep_bench.bench.measure import Case
 from moe_ep_bench.bench.virtual_ranks import VirtualRanks
 from moe_ep_bench.config import MeasureConfig
@@ -247,7 +247,7 @@ def samples(device_us: list[float], host_us: list[float | None], kind: str = "pl
 
 
 def times_of(rows: pd.DataFrame, phase: str = TOTAL) -> list[float]:
-    return rows.loc[rows["phase"] == phase, "time_us"].tolist()
+    return rows[phase].dropna().tolist()
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def times_of(rows: pd.DataFrame, phase: str = TOTAL) -> list[float]:
 def test_a_batch_takes_as_long_as_the_slower_of_device_and_host_by_their_medians(
     device_us: list[float], host_us: list[float | None], expected: list[float]
 ) -> None:
-    found = times_of(paced(samples(device_us, host_us)))
+    found = times_of(paced(pivoted(samples(device_us, host_us))))
     assert found == expected
     known = [one for one in host_us if one is not None]
     assert np.median(found) == max(np.median(device_us), np.median(known) if known else 0)
@@ -276,7 +276,7 @@ def test_each_rank_batch_and_case_has_its_own_slower_one_and_phases_leave_the_re
         samples([7, 7, 7], [8, 8, 8], "breakdown", batch=1),
         samples([7, 7, 7], [1, 1, 1], "plain", batch=1),
     ]
-    found = paced(pd.concat(parts, ignore_index=True).sample(frac=1, random_state=1))
+    found = paced(pivoted(pd.concat(parts, ignore_index=True).sample(frac=1, random_state=1)))
     at = {key: rows for key, rows in found.groupby(["rank", "batch", "kind"])}
     assert times_of(at[0, 0, "breakdown"]) == [9] * 3
     assert times_of(at[0, 0, "breakdown"], UNACCOUNTED) == [14] * 3

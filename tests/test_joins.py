@@ -22,15 +22,16 @@ from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, sampl
 from moe_ep_bench.analysis.drawing import _with_legend
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.show import FORMATS, show
-from moe_ep_bench.analysis.store import Directory, kind_of, read_directory
+from moe_ep_bench.analysis.store import KINDS, Directory, is_validation, read_directory
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import MAIN, tables
 from moe_ep_bench.errors import UserError
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 ALL = sorted({path.parent for name in ("run.json", "validation.json") for path in REFERENCE.glob(f"**/{name}")})
-TIMED = [path for path in ALL if kind_of(path) == "times"]
-OTHERS = [path for path in ALL if path not in TIMED]
+READ = [path for path in ALL if not is_validation(path)]
+OTHERS = [path for path in ALL if path not in READ]
+TABLES = {table for kind in KINDS.values() for table in kind.tables}
 
 
 def first_of(one: Directory) -> Directory:
@@ -38,7 +39,7 @@ def first_of(one: Directory) -> Directory:
     cases = one.cases[one.cases["comparison"] == 0]
     cases = cases[~(cases["facts"].map(lambda facts: facts.role) + cases["status"]).duplicated()]
     number = pd.Series(range(len(cases)), cases.index)
-    frames = {name: getattr(one, name) for name in ("samples", "routing", "frontier")}
+    frames = {name: getattr(one, name) for name in TABLES}
     frames = {name: rows[rows["case"].isin(cases.index)] for name, rows in frames.items()}
     frames = {name: rows.assign(case=rows["case"].map(number)) for name, rows in frames.items()}
     cases = cases.reset_index(drop=True)
@@ -54,6 +55,8 @@ def read_once(name: str, folder: Path, *, join_draws: bool) -> tuple[Directory |
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "read_directory", read_once)
+    # Claims are of cases that were cut.
+    monkeypatch.setattr("moe_ep_bench.analysis.paper_claims.claims_path", lambda folder: folder / "none")
     stores = functools.lru_cache(maxsize=1)(lambda paths, _: load(paths, []))
     for module in (show_module, plot_module):
         monkeypatch.setattr(module, "load", lambda directories, passed_over: stores(tuple(directories), None))
@@ -65,37 +68,38 @@ def check(directories: list[Path], folder: Path) -> None:
     """Show in every format, and make the rows of every figure that ``plot`` and the page draw."""
     for to in FORMATS[:-1]:
         assert show(directories, to, folder / to) == 0
-    rows = pd.read_csv(folder / "csv")
+    rows = pd.read_csv(folder / "csv", low_memory=False)
     assert set(rows["directory"]) == {one.directory for one in load(directories).comparisons}
     assert len(json.loads((folder / "json").read_text())["rows"]) == len(rows)
     assert "nan" not in (folder / "md").read_text().lower()
     if directories != sorted(directories):  # figures know no order
         return
-    (store,) = plot_module.stores([path.resolve() for path in directories], [])
+    store = plot_module.load([path.resolve() for path in directories], [])
     for figure in plot_module.figures_of(store).values():
-        made = figure.rows(store, figure.frame(store))
+        frame = figure.frame(store)
+        made = figure.rows(store, frame) if len(frame) else frame
         assert made.empty or len(_with_legend(made)) == len(made)
 
 
-@pytest.mark.parametrize("first", TIMED, ids=lambda path: str(path.relative_to(REFERENCE)))
+@pytest.mark.parametrize("first", READ, ids=lambda path: str(path.relative_to(REFERENCE)))
 def test_every_two_directories_stand_beside_each_other_in_every_format(first: Path, tmp_path: Path) -> None:
-    for second in TIMED:
+    for second in READ:
         check([first, second], tmp_path)
 
 
 def test_all_directories_stand_beside_each_other_in_every_format_on_a_page_and_in_figures(tmp_path: Path) -> None:
-    check(TIMED, tmp_path)
-    check(TIMED[::-1], tmp_path)
+    check(READ, tmp_path)
+    check(READ[::-1], tmp_path)
     lines: list[str] = []
     with house_style():
         page = page_of(ALL, lines)
-    assert all(path.resolve().name in page for path in TIMED)
+    assert all(path.resolve().name in page for path in READ)
     assert len(lines) == len(OTHERS)
 
 
 def test_nulls_are_alike_in_every_frame() -> None:
     """NaN among numbers and None among all else, of each column of each frame."""
-    store = load(TIMED)
+    store = load(READ)
     for frame in (cases(store), comparisons(store), routing(store), timings(store), samples(store)):
         for name, column in frame.items():
             nulls = [value for value in column[column.isna()] if value is not pd.NA]
@@ -103,8 +107,8 @@ def test_nulls_are_alike_in_every_frame() -> None:
             assert all(isinstance(value, float) if is_number else value is None for value in nulls), name
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([TIMED[0], *OTHERS], 2)))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([READ[0], *OTHERS], 2)))
 def test_a_directory_that_stands_alone_is_named(first: Path, second: Path) -> None:
     alone = next(path for path in (first, second) if path in OTHERS)
-    with pytest.raises(UserError, match=f"^{alone}: holds {kind_of(alone)}; expected such a directory by itself$"):
+    with pytest.raises(UserError, match=f"^{alone}: holds validation; expected such a directory by itself$"):
         show([first, second], "text")

@@ -20,9 +20,9 @@ from test_compare import run_of
 
 from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.analysis.drawing import draw
-from moe_ep_bench.analysis.figures import CLAIMS_FIGURE
-from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
-from moe_ep_bench.analysis.store import ResultsError
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.paper_claims import claims, claims_text, load_claims, measured, paper_words
+from moe_ep_bench.analysis.store import ResultsError, Store
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
@@ -111,7 +111,7 @@ def test_what_papers_cannot_do_is_one_line_and_runs_nothing(
 # ---- built results -------------------------------------------------------------------------------------------------
 
 
-def claimed(root: Path, rows: Sequence[dict[str, Any]], directory: str | None = None) -> Claims:
+def claimed(root: Path, rows: Sequence[dict[str, Any]], directory: str | None = None) -> Store:
     """Write claims of a directory's token_drop, against native or topk, and read them."""
     by_policy = cases(load(root)).set_index("policy")
     written = [
@@ -147,7 +147,7 @@ PAPERS = [
 
 def test_the_difference_is_from_the_papers_nearest_end(tmp_path: Path) -> None:
     ends = [*(paper for paper, _, _ in PAPERS), None]
-    frame = claimed(run_of(tmp_path / "run"), [{"paper": paper, "of": "end_to_end"} for paper in ends]).frame
+    frame = claims(claimed(run_of(tmp_path / "run"), [{"paper": paper, "of": "end_to_end"} for paper in ends]))
     *rows, unstated = frame.to_dict("records")
     for row, (_, words, end) in zip(rows, PAPERS, strict=True):
         assert row["difference"] == pytest.approx(0 if end is None else row["ours"] - end)
@@ -169,10 +169,10 @@ END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
 
 
 def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
-    claims = claimed(write_whole(tmp_path, standard_cases()), ROWS)
-    rows = claims.frame
+    store = claimed(write_whole(tmp_path, standard_cases()), ROWS)
+    rows = claims(store)
     assert rows["ours"][:3].tolist() == pytest.approx([END_TO_END, LAYERS, 1 / END_TO_END], rel=0.01)
-    drop = cases(claims.store).set_index("policy").loc["token_drop"]
+    drop = cases(store).set_index("policy").loc["token_drop"]
     assert rows["ours"][0] == drop["speedup_median"]
     assert rows["ours"][3] == drop["dropped_share"]
 
@@ -183,7 +183,7 @@ def test_a_missing_number_has_the_reason_of_the_case_that_failed(tmp_path: Path)
         for case in standard_cases()
     ]
     run = write_run(tmp_path, [FakeComparison(cases=cases, num_batches=2, num_iterations=1, noise=0.0)])
-    rows = claimed(run, [{"paper": 1.2}, {"paper": 1.2, "versus": {"name": "topk"}}]).frame
+    rows = claims(claimed(run, [{"paper": 1.2}, {"paper": 1.2, "versus": {"name": "topk"}}]))
     assert rows["unmeasured"].isna().tolist() == [True, False]
     assert rows["unmeasured"][1] == "topk: oom: too big"
 
@@ -193,10 +193,10 @@ def test_ours_stands_beside_the_speedup_over_topk_where_native_differs_from_it(t
     listed = [dataclasses.replace(one, speedup=topk) if one.policy == "topk" else one for one in standard_cases()]
     root = write_run(tmp_path, [FakeComparison(cases=listed, num_batches=10, noise=0.0, num_iterations=1)])
     rows = [{"paper": 1.2}, {"metric": "time", "paper": 0.9}, {"metric": "missing_share", "paper": 0.12}, ROWS[-1]]
-    claims = claimed(root, rows)
+    store = claimed(root, rows)
     expected = [1.5 / topk, topk / 1.5, math.nan, math.nan] if topk != 1 else [math.nan] * 4
-    assert claims.frame["over_topk"].tolist() == pytest.approx(expected, nan_ok=True)
-    assert ("over topk, which runs the same kernels" in claims_text(claims)) == (topk != 1)
+    assert claims(store)["over_topk"].tolist() == pytest.approx(expected, nan_ok=True)
+    assert ("over topk, which runs the same kernels" in claims_text(store)) == (topk != 1)
 
 
 def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
     row |= {"versus_id": None, "policy": "p", "versus": None, "setting": {}, "traffic": "mixed", "primary": False}
     rows = [row | {"comparison_id": one, "case_id": case_id, "primary_because": None} for one, case_id in ids]
     write_json(claims_path(root), {"claims": rows[::-1]})
-    (found,) = load_claims(root).frame.to_dict("records")
+    (found,) = claims(load_claims(root)).to_dict("records")
     assert found["draws"] == 2
     assert pd.isna(found["unmeasured"])
     assert (found["ours"], found["ours_low"], found["ours_high"]) == pytest.approx((1.3, 1.2, 1.4))
@@ -225,7 +225,7 @@ def test_a_traffic_that_was_not_chosen_beforehand_is_not_said_to_be(tmp_path: Pa
     first, second = json.loads(claims_path(root).read_text())["claims"]
     chosen = {"traffic": "one", "primary": True, "primary_because": "the paper runs one data set"}
     write_json(claims_path(root), {"claims": [first, second, second | chosen]})
-    frame = load_claims(root).frame
+    frame = claims(load_claims(root))
     assert frame["primary"].tolist() == [False, False, True]
     assert frame["shown"].tolist() == [True, False, True]
     text = claims_text(load_claims(root))
@@ -265,21 +265,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(finished: Path) -> Claims:
+def compared(finished: Path) -> Store:
     return load_claims(finished)
 
 
-def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> None:
-    assert len(compared.measured) == len(compared.frame)
-    rows = compared.frame.groupby(["number", "source", "policy"])["traffic"].agg(list).reset_index()
+def test_every_claim_stands_beside_ours_under_each_traffic(compared: Store) -> None:
+    assert len(measured(compared)) == len(claims(compared))
+    rows = claims(compared).groupby(["number", "source", "policy"])["traffic"].agg(list).reset_index()
     assert rows["policy"].tolist()[:2] == [f"token_drop capacity_factor={factor}" for factor in (1.0, 1.5)]
     alone = {"Table 4": ["worst_layer"]}
     assert all(row.traffic == alone.get(row.source, ["mixed", "worst_layer"]) for row in rows.itertuples())
 
 
-def test_ours_is_what_the_results_say(compared: Claims) -> None:
-    by_label = cases(compared.store).set_index(["comparison_id", "label"])
-    for row in compared.frame.itertuples():
+def test_ours_is_what_the_results_say(compared: Store) -> None:
+    by_label = cases(compared).set_index(["comparison_id", "label"])
+    for row in claims(compared).itertuples():
         case = by_label.loc[row.comparison_id, row.policy]
         native = by_label.loc[row.comparison_id, "native"]
         if row.metric == "speedup":
@@ -299,16 +299,16 @@ def test_ours_is_what_the_results_say(compared: Claims) -> None:
 
 
 def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path: Path) -> None:
-    claims = [
+    listed = [
         {"source": "Table 3", "metric": "num_activated", "paper": 10, "note": "x"},
         {**CLAIM, "policy": {"name": "oea", "k0": 1}, "metric": "activated_experts", "paper": 0.5},
     ]
-    config = write(tmp_path, claims, **DECODE, layer={"ep_size": 2})
+    config = write(tmp_path, listed, **DECODE, layer={"ep_size": 2})
     assert run_claims(config, tmp_path / "out", ["sweep.workload.peak_load=[null, 10]"]) == OK
-    claims = load_claims(tmp_path / "out")
-    native, oea = (claims.frame[claims.frame["number"] == number] for number in (1, 2))
+    store = load_claims(tmp_path / "out")
+    native, oea = (claims(store)[claims(store)["number"] == number] for number in (1, 2))
     assert native["traffic"].tolist() == ["no skew", "peak load 10"]
-    rows = routing(claims.store)
+    rows = routing(store)
     for comparison_id, ours, relative in zip(native["comparison_id"], native["ours"], oea["ours"], strict=True):
         means = {}
         for role in ("baseline", "policy"):
@@ -318,21 +318,21 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
         assert relative == means["policy"] / means["baseline"] < 0.6
 
 
-def test_the_files_hold_every_number(compared: Claims, finished: Path) -> None:
+def test_the_files_hold_every_number(compared: Store, finished: Path) -> None:
     text = claims_text(compared)
     assert (finished / "claims.txt").read_text() == text + "\n"
     assert all(words in text for words in ("device h20; links h20-nvlink4", "Table 1, end to end (ours: a layer)"))
     rows = pd.read_csv(finished / "claims.csv")
-    assert rows["ours"].tolist() == compared.measured["ours"].tolist()
+    assert rows["ours"].tolist() == measured(compared)["ours"].tolist()
     assert rows["difference"][0] == pytest.approx(rows["ours"][0] - 1.2)
 
 
-def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Claims) -> None:
+def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Store) -> None:
     long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
     with house_style():
-        drawing = draw(CLAIMS_FIGURE, compared)
-        frame = compared.frame.assign(claim=long, case=long + " " + compared.frame["case"])
-        long_names = draw(CLAIMS_FIGURE, compared._replace(frame=frame)).figure
+        drawing = draw(FIGURES["claims"], compared)
+        frame = claims(compared).assign(claim=long, case=long + " " + claims(compared)["case"])
+        long_names = draw(dataclasses.replace(FIGURES["claims"], frame=lambda _: frame), compared).figure
         settle(long_names)
         assert_nothing_is_clipped(long_names)
     speedups, dropped, *_ = drawing.figure.axes
@@ -340,7 +340,7 @@ def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared
     assert (1.85, 2.0) in papers[0]
     assert (12.0, 0.0) in papers[1]
     drawn = {round(line.get_xdata()[0], 6) for line in dropped.lines if len(line.get_xdata()) == 1}
-    ours = compared.frame[compared.frame["metric"] == "missing_share"]["ours"]
+    ours = claims(compared)[claims(compared)["metric"] == "missing_share"]["ours"]
     assert {round(100 * share, 6) for share in ours} <= drawn
 
 
@@ -369,9 +369,9 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path
     }
     config = write(tmp_path, [{**CLAIM, "metric": "time"}], **small)
     assert main(["papers", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
-    found = load_claims(tmp_path / "out")
-    assert (found.frame["ours"] > 0).all()
-    assert found.frame["mode"].str.endswith("measured").all()
+    found = claims(load_claims(tmp_path / "out"))
+    assert (found["ours"] > 0).all()
+    assert found["mode"].str.endswith("measured").all()
 
 
 # ---- Figure 4 of arXiv 2503.05066 ------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_figure_4_is_met_to_015_on_average_but_for_mixtral(traces: Path, tmp_pat
         if name == "capacity-figure4":
             overrides += ["sweep.workload.layer=[4, 12, 20]", "sweep.workload.skew=[single_domain]"]
         assert run_claims(Path(copied), tmp_path / name, overrides) == OK
-        frames.append(load_claims(tmp_path / name).frame)
+        frames.append(claims(load_claims(tmp_path / name)))
     rows = pd.concat(frames).query("primary and source.str.startswith('Figure 4')")
     models = rows["source"].str.removeprefix("Figure 4, ")
     off = rows["difference"].abs().groupby(models).mean()

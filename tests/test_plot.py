@@ -18,12 +18,13 @@ import pytest
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 
 import plot_results
-from moe_ep_bench.analysis import drawing as drawing_module
+from moe_ep_bench.analysis import lines as lines_module
 from moe_ep_bench.analysis.cases import Store, cases, load, routing, samples
-from moe_ep_bench.analysis.drawing import draw, lines
+from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import lines
 from moe_ep_bench.analysis.marks import _give_equal_limits
-from moe_ep_bench.analysis.plot import drawings, figures_of, stores
+from moe_ep_bench.analysis.plot import drawings, figures_of
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 
@@ -186,7 +187,7 @@ def test_columns_of_batches_are_means_and_percentiles_and_phases_are_of_their_sl
     store = load(good)
     varied = routing(store).assign(rank_imbalance=lambda rows: 1 + rows["batch"] ** 2.0)
     with monkeypatch.context() as patch:
-        patch.setattr(drawing_module, "routing", lambda _: varied)
+        patch.setattr(lines_module, "routing", lambda _: varied)
         rows = rows_of(store, "k0", "rank_imbalance_p95").query("k0 == 2")
     assert rows["rank_imbalance_p95"].tolist() == pytest.approx([np.quantile([1, 2, 5], 0.95)])
     by_batch = rows_of(store, "batch", "entropy", facet="policy")
@@ -307,15 +308,16 @@ def test_two_directories_of_quality_stand_in_one_figure(tmp_path: Path) -> None:
         pd.testing.assert_frame_equal(of_one.drop(columns="title"), own.drop(columns="title"))
 
 
-def test_columns_are_asked_of_times_and_never_of_quality(
+def test_columns_are_those_of_times_and_routing_whatever_else_is_beside(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--x", "k0", "--y", "retained_mass"]
     assert plotted(tmp_path / "one", QUALITY[0], *asked)[0] == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "moe-ep-bench: --x, --y: expected times or routing; passed over what `quality` wrote"
-    assert plotted(tmp_path / "two", QUALITY[0], good, *asked)[0] == 1
-    assert capsys.readouterr().err.splitlines() == [line]
+    assert line == "moe-ep-bench: retained_mass-over-k0: not drawn, the run has no rows for it"
+    alone, both = (plotted(tmp_path / name, *of, good, *asked) for name, of in (("two", []), ("three", QUALITY[:1])))
+    assert (alone[0], both[0]) == (0, 0)
+    assert len({(out / "retained_mass-over-k0.csv").read_text() for _, out in (alone, both)}) == 1
 
 
 # ---- all figures of all reference results --------------------------------------------------------------------------
@@ -324,13 +326,12 @@ def test_columns_are_asked_of_times_and_never_of_quality(
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
     number = 0
-    for store in stores([REFERENCE / directory], []):
-        with house_style():
-            for drawing in drawings(store).values():
-                settle(drawing.figure)
-                assert_nothing_is_clipped(drawing.figure)
-                assert any(axes.get_xlabel() for axes in drawing.figure.axes)
-                number += 1
+    with house_style():
+        for drawing in drawings(load([REFERENCE / directory], [])).values():
+            settle(drawing.figure)
+            assert_nothing_is_clipped(drawing.figure)
+            assert any(axes.get_xlabel() for axes in drawing.figure.axes)
+            number += 1
     assert number
 
 

@@ -21,14 +21,8 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.quality import (
-    Quality,
-    claims,
-    half_over_batches,
-    read_quality,
-    text_costs,
-)
-from moe_ep_bench.analysis.store import ResultsError, kind_of
+from moe_ep_bench.analysis.answer_costs import Answers, answers_of, claims, half_over_batches, text_costs
+from moe_ep_bench.analysis.store import ResultsError, load
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import OK, USER_ERROR
@@ -53,6 +47,10 @@ CONFIG: dict[str, Any] = {
     "layer": {"ep_size": 2},
     "policies": [{"name": "topk"}, DROP, RANDOM, OEA, {"name": "expanded_drop", "capacity_factor": 0}],
 }
+
+
+def answers_in(directory: Path) -> Answers:
+    return answers_of(load(directory).directories[0])
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +228,7 @@ def test_the_last_config_says_which_policies_there_are_and_none_is_done_twice(
     for policies in ([RANDOM], [pruned], [RANDOM, pruned]):
         write(config, {**CONFIG, "policies": policies})
         run_quality(config, tmp_path, [])
-        assert read_quality(tmp_path).cases["policy"].tolist() == ["native", *(policy["name"] for policy in policies)]
+        assert answers_in(tmp_path).cases["policy"].tolist() == ["native", *(policy["name"] for policy in policies)]
     (part,) = (tmp_path / "quality").iterdir()
     assert pd.read_parquet(part).groupby("policy")["run_id"].unique().map(len).eq(1).all()
     assert pd.read_parquet(part)["run_id"].nunique() == 2
@@ -269,7 +267,7 @@ def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_w
 
 
 def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> None:
-    costs_of = text_costs(read_quality(done)).set_index(["label", "phase"])
+    costs_of = text_costs(answers_in(done)).set_index(["label", "phase"])
     # Steps of decoding have loads of their own to be set against.
     assert costs_of.index.tolist()[:3] == [("native", "decode"), ("native", "prefill"), ("topk", "prefill")]
     assert costs_of.loc["native"]["cross_entropy_added"].isna().all()
@@ -319,12 +317,12 @@ def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> No
 
 
 @pytest.fixture(scope="module")
-def small() -> Quality:
+def small() -> Answers:
     """Answers of five checkpoints under 43 policies."""
-    return read_quality(ROOT / "results" / "reference" / "quality-small-2cpu")
+    return answers_in(ROOT / "results" / "reference" / "quality-small-2cpu")
 
 
-def some(quality: Quality, checkpoints: slice, batches: int = 12) -> Quality:
+def some(quality: Answers, checkpoints: slice, batches: int = 12) -> Answers:
     """Of some of the checkpoints, and of their first batches."""
     chosen = quality.cases["comparison_id"].unique()[checkpoints]
     cases = quality.cases[quality.cases["comparison_id"].isin(chosen)].assign(checkpoints=len(chosen))
@@ -335,7 +333,7 @@ def some(quality: Quality, checkpoints: slice, batches: int = 12) -> Quality:
 PAIR = ["claim", "better", "worse"]
 
 
-def test_verdicts_over_checkpoints_are_students_t_over_their_means(small: Quality) -> None:
+def test_verdicts_over_checkpoints_are_students_t_over_their_means(small: Answers) -> None:
     found = claims(small).set_index(PAIR)
     alone = pd.concat([claims(some(small, slice(n, n + 1))) for n in range(5)]).groupby(PAIR, sort=False)
     assert alone.ngroups == len(found)
@@ -349,19 +347,18 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means(small: Qualit
         assert row["agree"] == (of_each["verdict"] == row["verdict"]).sum()
 
 
-def test_one_checkpoints_verdict_is_by_paired_differences_of_its_batches(small: Quality) -> None:
+def test_one_checkpoints_verdict_is_by_paired_differences_of_its_batches(small: Answers) -> None:
     """Sequences differ by far more than cases do."""
     row = claims(some(small, slice(1))).set_index(["better", "worse"]).loc["oea k0=1", "pruned k0=1"]
     costs = small.scores.query("metric == 'cross_entropy'").join(small.cases["label"], on="case_id")
-    first = costs[costs["comparison_id"] == small.cases["comparison_id"].iloc[0]].pivot(
-        index=["batch", "item"], columns="label", values="value"
-    )
+    ids = small.cases.index[small.cases["comparison_id"] == small.cases["comparison_id"].iloc[0]]
+    first = costs[costs["case_id"].isin(ids)].pivot(index=["batch", "item"], columns="label", values="value")
     added_B = (first["pruned k0=1"] - first["oea k0=1"]).groupby("batch").mean()
     assert row["worse_costs_more"] == pytest.approx(added_B.mean())
     assert row["half_width"] == pytest.approx(2.200985 * added_B.std() / math.sqrt(12), rel=1e-5)
 
 
-def test_a_claim_needs_ten_batches_all_checkpoints_and_equal_fields(small: Quality) -> None:
+def test_a_claim_needs_ten_batches_all_checkpoints_and_equal_fields(small: Answers) -> None:
     assert claims(some(small, slice(1), batches=9)).empty
     lost = small.cases.index[small.cases["label"] == "load_only"][2]
     kept = claims(small._replace(cases=small.cases.drop(lost), scores=small.scores.query("case_id != @lost")))
@@ -385,7 +382,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
     policies = f"policies=[{json.dumps({**DROP, 'metric': ['score', 'random']})}]"
     swept = f"sweep.model.checkpoint=[{folder}/seed-1, {folder}/seed-2]"
     run_quality(folder / "config.yaml", tmp_path, [swept, policies])
-    quality = read_quality(tmp_path)
+    quality = answers_in(tmp_path)
     assert quality.cases["model"].unique().tolist() == ["seed-1", "seed-2"]
     assert set(text_costs(quality)["checkpoints"]) == {2}
 
@@ -393,10 +390,13 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
 def test_what_is_damaged_not_begun_or_of_another_mode_is_one_line(
     folder: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for cases, expected in (({"a": {}}, r"a\.comparison_id: Field required"), ({}, "has its unpatched model yet")):
+    for cases, expected in (
+        ({"a": {}}, r"a\.comparison_id: Field required"),
+        ({}, "no case was measured; run.json lists none"),
+    ):
         (tmp_path / "run.json").write_text(json.dumps({**json.loads((done / "run.json").read_text()), "cases": cases}))
         with pytest.raises(ResultsError, match=expected):
-            read_quality(tmp_path)
+            answers_in(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(json.loads((done / "run.json").read_text()) | {"mode": "route"}))
     assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--force"]) == USER_ERROR
     assert f"{tmp_path}: holds results with mode route, here it is quality" in capsys.readouterr().err
@@ -405,7 +405,6 @@ def test_what_is_damaged_not_begun_or_of_another_mode_is_one_line(
 def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     folder: Path, done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert kind_of(done) == "quality"
     assert main(["quality", str(folder / "config.yaml"), "--out", str(done)]) == OK
     first = capsys.readouterr()
     assert "all cases are there from before" in first.err
@@ -490,7 +489,7 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
         ],
     }
     run_quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
-    quality = read_quality(tmp_path / "done")
+    quality = answers_in(tmp_path / "done")
     assert text_costs(quality)["cross_entropy"][0] < math.log(2048) - 3, "far better than a guess"
     found = {(row.better.split()[0], row.worse.split()[0]): row.verdict for row in claims(quality).itertuples()}
     assert found == {

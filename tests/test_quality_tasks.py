@@ -17,7 +17,8 @@ import torch
 import yaml
 from test_quality import parts
 
-from moe_ep_bench.analysis.quality import read_quality, task_scores
+from moe_ep_bench.analysis.answer_costs import tasks
+from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
@@ -261,7 +262,7 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert dropped[make_policy(DROP).label] > 0.3
     # Policies are set against the unpatched model question by question.
     paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
-    native, drop = task_scores(read_quality(tmp_path)).query("metric == 'acc'").itertuples()
+    native, drop = tasks(load(tmp_path)).query("metric == 'acc'").itertuples()
     assert math.isnan(native.added)
     assert math.isnan(native.added_stderr)
     assert drop.added == pytest.approx(paired.mean())
@@ -271,7 +272,7 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert capsys.readouterr().out == first
     assert len(stand_in.asked) == 2
     assert main(["plot", str(tmp_path)]) == USER_ERROR
-    assert "holds scores of tasks, of which there are no figures; `show` prints them" in capsys.readouterr().err
+    assert "quality: not drawn, the run has no rows for it" in capsys.readouterr().err
 
 
 def test_a_tag_stands_for_all_of_its_tasks_and_a_group_for_itself(stand_in: StandIn) -> None:
@@ -388,7 +389,7 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
     tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: written}]"
     assert main([*arguments, tasks, "--set", "limit=4"]) == OK
-    scores = task_scores(read_quality(tmp_path / "out"))
+    scores = tasks(load(tmp_path / "out"))
     assert list(dict.fromkeys(scores["task"])) == ["sums", "written"]
     assert (scores["num_samples"] == 4).all()
     assert (scores["dropped_share"][scores["policy"] == "native"] == 0).all()

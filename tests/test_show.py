@@ -96,10 +96,12 @@ def test_whole_models_have_their_own_view(tmp_path):
     assert re.search(r"pass ms +end to end +over topk +verdict", header)
 
 
-def test_what_goes_with_times_alone_is_refused_of_answers(capsys):
+def test_a_view_that_answers_lack_is_named(capsys):
     directory = Path(__file__).resolve().parents[1] / "results" / "reference" / "quality-small-seed0"
-    assert main(["show", str(directory), "--view=phases"]) == 2
-    assert capsys.readouterr().err == f"moe-ep-bench: --view: expected none of {directory}, which holds quality\n"
+    assert main(["show", str(directory), "--view=phases,claims"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "moe-ep-bench: --view phases: the run has no such numbers\n"
+    assert shown.out.startswith("Papers' claims on small-moe")
 
 
 def test_columns_for_which_a_terminal_has_no_room_are_named(directory):

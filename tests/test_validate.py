@@ -16,14 +16,14 @@ import pytest
 from results_builder import FakeCase, FakeComparison, modelled_facts, standard_cases, write_run, write_whole
 from test_run import environment, routing_of, write_config
 
-from moe_ep_bench.analysis.store import ResultsError
-from moe_ep_bench.analysis.validate import (
+from moe_ep_bench.analysis.equivalence import (
     Validation,
     load_validation,
     validation_text,
     verdict_line,
     write_validation,
 )
+from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.bench import paired_run as validate_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import EmulateConfig

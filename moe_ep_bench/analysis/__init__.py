@@ -1,8 +1,10 @@
 """From results directories to one frame, and from it to tables, figures and answers.
 
-The data flow: ``store`` (a long frame per table, of run.json and Parquet; draws of one traffic joined) -> ``reduce``
-(ranks joined, ratios formed) -> ``cases`` (the frame: a row per case). All else reads that: ``tables`` (views) with
-``notes``, ``figures`` (rows of a table that ``drawing`` draws by ``marks`` and ``style``; it draws any column against
-any other too), ``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns`` names each column once and
-renders tables; ``show`` and ``plot`` are the commands.
+The data flow: ``store`` (all kinds of results under one key, a frame per table of Parquet, samples pivoted; ``draws``
+of one traffic joined) -> ``reduce`` (ranks joined, ratios formed) -> ``cases`` (the frame: a row per case); beside it
+``answer_costs`` (rows of ``quality``) and ``paper_claims`` (papers' numbers and ours). Specifications are data:
+``columns`` (each column once, and tables rendered), ``tables`` (views) with ``notes``, ``figures`` (rows that
+``drawing`` draws by ``marks`` and ``style``; ``lines`` is any column over any other). ``page`` has all of them;
+``compare`` sets two runs side by side, and ``equivalence`` emulated ranks and real ones. ``show``, ``plot`` and
+``advise`` are commands.
 """

@@ -1,10 +1,13 @@
 """The frame that every table, figure and answer reads: a row per case, and rows per sample, batch and comparison.
 
-``load`` gives a store of one or several directories; everything else is a function of it. Frames join on ``CASE``. A
-directory of ``route`` has the columns of one of ``run``, without times; layers that were routed alike are one case
-there. Speedup = native / case, both the slowest rank's time in the same (launch, batch, iteration); the estimate is the
-median of these pairs (``timing.statistics``), and the verdict holds its interval against the noise floor of the same
-comparison, which comes from native run a second time. Nothing in a frame is to be written to.
+``load`` gives a store of one or several directories; everything else is a function of it. Frames join on ``CASE``. All
+kinds of results have a row per case with the same columns: ``route`` without times, where layers that were routed alike
+are one case, and ``quality`` without times and loads, whose numbers are in ``answer_costs``. Nothing in a frame is to
+be written to.
+
+Speedup = native / case, both the slowest rank's time in the same (launch, batch, iteration); the estimate is the median
+of these pairs (``timing.statistics``), and the verdict holds its interval against the noise floor of the same
+comparison, which comes from native run a second time.
 
 Frames are made of each directory by itself and stand one below another. Here, and nowhere else, nulls become alike,
 whichever columns a directory has: NaN among numbers, None among all else.
@@ -28,6 +31,7 @@ from moe_ep_bench.analysis.reduce import (
     GROUPS,
     KEY,
     PASS_PARTS,
+    ROUTED,
     breakdown,
     joined_routing,
     layer_times,
@@ -40,8 +44,8 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.store import ITERATION, Comparison, Directory, ResultsError, Store, load
-from moe_ep_bench.facts import NOT_EXECUTED, ComparisonFacts, RoutedFacts, TimedFacts, origin_of
+from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load, melted
+from moe_ep_bench.facts import NOT_EXECUTED, ComparisonFacts, JudgedFacts, origin_of
 from moe_ep_bench.facts.words import (
     describe_links,
     device_name,
@@ -79,20 +83,21 @@ _ROLE_ORDER = ("baseline", "noise", "policy", "replication", "balanced")
 _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
 # Roles that have no verdict of their own.
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
-# What a policy costs; nothing of the balanced case, whose scores are not the model's.
+# Costs of a policy; the balanced case, whose scores are not the model's, has none.
 _COSTS = [*COSTS, "output_error", "below_frontier", "below_frontier_experts"]
 
 
 def load_timed(directory: Path) -> Store:
-    """``load`` one directory; ResultsError where it holds routing without times."""
+    """``load`` one directory; ResultsError where nothing in it was timed."""
     store = load(directory)
-    if any(comparison.run.mode == "route" for comparison in store.comparisons):
-        raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    mode = store.comparisons[0].run.mode
+    if "samples" not in KINDS[mode].tables:
+        raise ResultsError(f"{directory}: is a {mode} run, without times; expected what `run` or `emulate` wrote")
     return store
 
 
-def _of_each(frame_of: Callable[[Directory], pd.DataFrame]) -> Callable[[Store], pd.DataFrame]:
-    """Frames of a store's directories, each made once, one below another."""
+def of_each(frame_of: Callable[[Directory], pd.DataFrame]) -> Callable[[Store], pd.DataFrame]:
+    """Frames of a store's directories, each made once, one below another; without any rows one of ``CASE``."""
 
     @lru_cache(maxsize=32)
     def made(directory: Directory) -> pd.DataFrame:
@@ -100,7 +105,7 @@ def _of_each(frame_of: Callable[[Directory], pd.DataFrame]) -> Callable[[Store],
 
     @lru_cache(maxsize=4)
     def joined(store: Store) -> pd.DataFrame:
-        parts = [made(directory) for directory in store.directories]
+        parts = [rows for rows in map(made, store.directories) if len(rows)] or [pd.DataFrame(columns=CASE)]
         return parts[0] if len(parts) == 1 else _nulls_alike(pd.concat(parts, ignore_index=True))
 
     return joined
@@ -135,19 +140,20 @@ def cases(store: Store) -> pd.DataFrame:
     return _cases(store).merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
 
 
-@_of_each
+@of_each
 def _cases(store: Directory) -> pd.DataFrame:
     """``cases`` without what a comparison's cases share."""
     rows = _listed(store)
-    means = routing_means(_routing(store))
-    means.loc[means.index.isin(rows.index[rows["role"] == "balanced"]), _COSTS] = np.nan
-    rows = rows.join(means)
+    if len(store.routing):
+        means = routing_means(_routing(store))
+        means.loc[means.index.isin(rows.index[rows["role"] == "balanced"]), _COSTS] = np.nan
+        rows = rows.join(means)
     if len(store.samples):
         rows = rows.join([_times(store), _speedups(store, rows), breakdown(_phase_times(store), rows["ep_size"])])
         rows = rows.join(_passes(rows)).join(_models(store, rows))
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
-    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *ROUTED, "output_error", *_TIMED])))
     return rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us", "ep_size"])
 
 
@@ -160,12 +166,6 @@ def differs_from_topk(rows: pd.DataFrame) -> pd.Series:
     ratio = rows["speedup_median"].mask(rows["role"] == "baseline", 1.0) / rows["over_topk_median"]
     floor = np.log(rows["floor_high"].mask(rows["origin"].isin(NOT_EXECUTED)))
     return np.log(ratio).abs() > floor.fillna(np.log1p(LEAST_MODELLED))
-
-
-def kind_of(rows: pd.DataFrame) -> str:
-    """``layer``, ``model`` or ``route``, of rows of one comparison."""
-    facts = rows.iloc[0]
-    return "route" if facts["mode"] == "route" else facts["scope"]
 
 
 @lru_cache(maxsize=4)
@@ -290,13 +290,11 @@ def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | No
 
 
 def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
-    """Speedups over native and topk, and what the first say beside the noise floor."""
+    """Speedups over native and topk, and verdicts on the first, given the noise floor."""
     times_us, found = _layer_times(store)["time_us"], {}
     speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
     for case, row in rows.iterrows():
         facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
-        if isinstance(facts, RoutedFacts):
-            continue
         floor, modelled = noise_floor(same_again) if same_again else None, facts.device is not None
         verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
         found[case] = {
@@ -313,7 +311,7 @@ def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
-    """What a layer comes to in a pass of its model, where the rest of it is stated; of models their tokens."""
+    """Time and throughput of a pass, of a layer's model where its rest is stated."""
     found = {}
     for case, comparison, layer_ms in rows[["comparison", "median_ms"]].dropna().itertuples(name=None):
         facts = comparison.facts
@@ -325,7 +323,7 @@ def _passes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _models(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
-    """What the MoE layers have to do with a whole model's pass."""
+    """Times, shares and speedups of the MoE layers in a whole model's pass."""
     rows = rows[[getattr(one.facts, "whole", None) is not None for one in rows["comparison"]]]
     times_us = _phase_times(store)
     times_us = times_us[times_us.index.get_level_values("case").isin(rows.index)]
@@ -363,21 +361,20 @@ def comparisons(store: Store) -> pd.DataFrame:
     its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``);
     ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
     with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers, ``ran_on_short``
-    and ``links_short`` without figures; ``facts``, the comparison's
-    object in run.json.
+    and ``links_short`` without figures; ``facts``, the comparison's object in run.json.
     """
     rows = _comparisons(store)
-    return rows.assign(title=_told_apart(rows))
+    return rows.assign(title=_distinct_titles(rows))
 
 
-@_of_each
+@of_each
 def _comparisons(store: Directory) -> pd.DataFrame:
-    """``comparisons`` with titles that are not told apart."""
+    """``comparisons`` whose titles may be alike."""
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
     return pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
 
 
-def _told_apart(rows: pd.DataFrame) -> pd.Series:
+def _distinct_titles(rows: pd.DataFrame) -> pd.Series:
     """Titles; where several are the same each names the swept keys in which their comparisons differ."""
     titles = rows["title"].copy()
     for _, alike in rows.groupby("title", sort=False):
@@ -398,21 +395,22 @@ def point_words(point: Mapping[str, Any]) -> str:
 
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
     facts, run = one.facts, one.run
-    is_timed = isinstance(facts, TimedFacts)
+    is_timed = "samples" in KINDS[run.mode].tables
+    workload = getattr(facts, "workload", None)
     device = is_timed and facts.device and device_name(facts.device, facts.expert_rows)
     of_links = (facts.links, facts.exchange) if is_timed and facts.links else None
     return {
         **values_of("", one, COMPARISON),
         **values_of("", facts, _FACTS),
         **values_of("", run, ("mode", "scope")),
-        **values_of("", facts.workload, ("tail_model", "seed")),
+        **values_of("", workload, ("tail_model", "seed")),
         "title": _title(facts),
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
         "num_launches": len(one.conditions),
         "origin": origin_of(run, facts),
-        "workload": facts.workload.kind,
-        "peak_load": facts.workload.targets.get("peak_load"),
+        "workload": workload and workload.kind,
+        "peak_load": workload and workload.targets.get("peak_load"),
         "device": device or (run.environment.device_name if is_timed else None),
         "links": of_links and links_name(*of_links),
         "point": json.dumps(facts.point if is_timed else {}, sort_keys=True),
@@ -421,13 +419,14 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         "ran_on_short": ran_on_words(run, facts, in_short=True),
         "links_words": of_links and describe_links(*of_links),
         "links_short": of_links and modelled_links(*of_links),
-        "workload_words": _workload_words(facts, layers),
+        "workload_words": workload and _workload_words(facts, layers),
         "facts": facts.model_dump(mode="json"),
     }
 
 
-def _title(facts: ComparisonFacts) -> str:
-    if not isinstance(facts, RoutedFacts):
+def _title(facts: ComparisonFacts | JudgedFacts) -> str:
+    """The comparison's own title; of layers that were routed alike the words that they share."""
+    if getattr(facts, "group", None) is None:
         return facts.title
     return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {facts.traffic}"
 
@@ -435,7 +434,7 @@ def _title(facts: ComparisonFacts) -> str:
 def _workload_words(facts: ComparisonFacts, layers: Sequence[float]) -> str:
     """The workload's own words, of all layers that were routed alike together."""
     words = workload_words(facts)
-    if isinstance(facts, RoutedFacts) and len(layers) > 1:
+    if getattr(facts, "group", None) is not None and len(layers) > 1:
         words = re.sub(
             r"layer \d+", f"{len(layers)} layers from {min(layers):.0f} to {max(layers):.0f}", words, count=1
         )
@@ -449,7 +448,7 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     """A row per case, launch, batch, iteration, kind, rank, layer and phase: ``time_us``, and of totals
     ``host_us``, ``host_busy_us`` and ``sm_clock_mhz``.
 
-    Of a whole model phases are each layer's own; ``layer`` is null where a phase is of none.
+    Phases of a whole model are each layer's own; ``layer`` is null where a phase belongs to none.
 
     Args:
         of: rows of ``cases``; None = all.
@@ -461,12 +460,12 @@ def _samples(store: Directory, of: pd.DataFrame | None) -> pd.DataFrame:
     rows = store.samples
     if of is not None:
         rows = rows[rows["case"].isin(_listed(store).reset_index(names="case").merge(of[CASE], on=CASE)["case"])]
-    rows = rows.sort_values([*KEY, "kind", "rank", "layer", "phase"])
-    rows = rows.astype({"kind": object, "phase": object, "layer": "Int32"})
+    rows = melted(rows.astype({"kind": object})).sort_values([*KEY, "kind", "rank", "layer", "phase"])
+    rows = rows.astype({"phase": object, "layer": "Int32"})
     return _named(store, rows, "role", "policy", "label", "policy_params")
 
 
-@_of_each
+@of_each
 def ranks(store: Directory) -> pd.DataFrame:
     """A row per case and rank: ``CASE``, ``rank``, ``<group>_ms`` of its phases, median over breakdown iterations.
 
@@ -478,7 +477,7 @@ def ranks(store: Directory) -> pd.DataFrame:
     return _named(store, (medians_us / 1e3).reset_index())
 
 
-@_of_each
+@of_each
 def timings(store: Directory) -> pd.DataFrame:
     """A row per case, quantity, launch, batch and iteration: ``time_us``, and ``speedup`` over native in the same one.
 
@@ -505,25 +504,35 @@ def timings(store: Directory) -> pd.DataFrame:
     return _named(store, rows[["case", *pair, "time_us", "speedup"]], "role")
 
 
+@of_each
+def batch_phases(store: Directory) -> pd.DataFrame:
+    """A row per case and batch: ``<phase>_us`` of ``timings``, median over iterations."""
+    longest_us = longest(_phase_times(store), _listed(store)["ep_size"])[list(LAYER_PHASES)]
+    medians_us = longest_us.groupby(level=["case", "batch"]).median().add_suffix("_us")
+    return _named(store, medians_us.reset_index())
+
+
 @lru_cache(maxsize=4)
 def _routing(store: Directory) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
     parts = []
     for case, rows in store.routing.groupby("case"):
         facts = store.comparisons[store.cases["comparison"][case]].facts
-        is_contiguous = isinstance(facts, RoutedFacts) or facts.placement == "contiguous"
+        is_contiguous = getattr(facts, "placement", "contiguous") == "contiguous"
         at_home = is_contiguous and store.cases["facts"][case].role != "replication"
         parts.append(joined_routing(rows, facts, at_home=at_home))
     return with_frontier(pd.concat(parts, ignore_index=True), store.frontier)
 
 
-@_of_each
+@of_each
 def routing(store: Directory) -> pd.DataFrame:
     """A row per case, batch, layer and EP group, source ranks joined.
 
     Columns: ``CASE``, ``label``, ``role``, ``policy``, ``capacity_factor`` and those of ``reduce.joined_routing`` and
     ``reduce.with_frontier``.
     """
+    if store.routing.empty:
+        return pd.DataFrame()
     rows = _named(store, _routing(store), "label", "role", "policy", "capacity_factor")
     return rows.astype({"layer": "Int64"})
 

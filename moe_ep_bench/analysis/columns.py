@@ -1,9 +1,9 @@
 """Each column of the frames once: its name in CSV, its header, unit and form; and tables of them, rendered.
 
-Tables, the page and figures take headers and units from ``COLUMNS``; what stands in no row here is shown as it is. A
+Tables, the page and figures take headers and units from ``COLUMNS``; a column without a row here is shown as it is. A
 column is added by a row. A ``Table`` is a frame, the columns that people read, a title and notes. Every command prints
 its results through ``render``: for a terminal, as Markdown and LaTeX; as CSV and JSON with all columns, unrounded. So a
-number stands alike wherever it is read; the page's template takes a ``Table`` as it is.
+number is alike wherever it is read; the page's template takes a ``Table`` as it is.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ _SHORTER = {
 def short_labels(labels: pd.Series) -> pd.Series:
     """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``, for all cases of a table.
 
-    What tells two of them apart stays.
+    Words that distinguish two of them stay.
     """
     short = labels
     for pattern, by in _SHORTER.items():
@@ -219,7 +219,7 @@ _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNT
 COLUMNS = {
     column.name: column
     for column in (
-        # What a case is.
+        # Identity of a case.
         text("title", "comparison"),
         text("label", "policy"),
         text("policy", "policy's name"),
@@ -238,7 +238,7 @@ COLUMNS = {
         interval("over_topk", "over topk"),
         Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
         Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
-        # What a speedup costs.
+        # Costs of a speedup.
         *_COSTS,
         percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
         percentage("below_frontier_experts", "below expert frontier", without_minus_zero, better="lower"),

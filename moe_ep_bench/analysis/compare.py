@@ -1,4 +1,4 @@
-"""Compare two runs of the same cases: what became slower, what faster, what cannot be told. A gate for CI.
+"""Compare two runs of the same cases: slower, faster, or inconclusive. A gate for CI.
 
 Cases are paired by case id, a hash of all that defines them. Two jobs share no moment, and no interval of a time shows
 that the whole machine was slower. Native is the control: of a case the *change* is that of its time over native's,
@@ -16,7 +16,7 @@ noise floor wider than the limit. Open cases pass with a warning, for a gate tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from moe_ep_bench.analysis.columns import (
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
-from moe_ep_bench.facts import NOT_EXECUTED, TimedFacts
+from moe_ep_bench.facts import NOT_EXECUTED
 from moe_ep_bench.facts.words import describe_links, device_words
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
@@ -51,15 +51,15 @@ from moe_ep_bench.timing.statistics import (
     judge,
 )
 
-# What may move times, of a job's ``environment`` and of a comparison's facts.
+# Conditions that may move times, of a job's ``environment`` and of a comparison's facts.
 _CONDITIONS = (
     *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
     *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
     *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
 )
-# What ``judge`` says of a ratio above or below the floor, in words for a time.
+# The verdict on a time, by that of ``judge`` on the ratio.
 _WORDS = {"faster": "slower", "slower": "faster"}
-# What is measured of a policy, beside controls: these decide ``--fail-over``.
+# Roles of policies, not of controls: these decide ``--fail-over``.
 _JUDGED_ROLES = ("policy", "replication")
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
@@ -72,7 +72,7 @@ _OF_EITHER = [
 
 
 class Change(NamedTuple):
-    """What two run directories have in common, and what only one of them holds.
+    """Cases of two run directories, in common or of one alone.
 
     Attributes:
         cases: a row per case of either run, in reading order: what it is; numbers of either run, ending in ``_base``
@@ -99,16 +99,16 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
         ResultsError: no case was measured in both.
     """
     stores = [load_timed(directory) for directory in (base, new)]
-    frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)
-    changes = changes_of([_costs(store) for store in stores], "case_id", "cost")
-    rows = [row | {"not_compared": lost_words(row, _RUNS), "floor": _floor(row)} for row in frame.to_dict("records")]
+    frames, costs = map(cases, stores), map(_costs, stores)
+    sides = side_by_side(frames, costs, _RUNS, ["case_id"], _IDENTITY, _OF_EITHER, "cost")
+    rows = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
     if all(row["not_compared"] for row in rows):
         raise ResultsError(
             f"{new}: no case is in {base} as well; expected results of the same command and config on as many ranks "
             "(see the case ids in run.json)"
         )
     for row in rows:
-        row |= _judged(row, changes.get(row["case_id"]))
+        row |= _judged(row, row.pop("change"))
         row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
     return Change(base, new, pd.DataFrame(rows), _differences(*map(_conditions, stores)), limit)
 
@@ -124,37 +124,43 @@ def _costs(store: Store) -> pd.DataFrame:
 
 
 def side_by_side(
-    frames: Mapping[str, pd.DataFrame], key: list[str], about: list[str], numbers: list[str]
+    frames: Iterable[pd.DataFrame],
+    times: Iterable[pd.DataFrame],
+    runs: Mapping[str, str],
+    key: list[str],
+    about: list[str],
+    numbers: list[str],
+    column: str,
 ) -> pd.DataFrame:
-    """A row per key of either run: ``about`` it, as the first run that has it says, and numbers of each.
+    """A row per key of either of two runs, and the one join of two jobs.
 
     Args:
-        frames: by run, rows of ``cases``, one of each key; the run's name ends its columns of ``numbers``.
+        frames: of each run, rows of ``cases``, one of each key.
+        times: of each run, rows of ``timings``; ``column`` is null where there is nothing to compare.
+        runs: what each run is called, by the word that ends its columns.
+
+    Returns:
+        ``about`` the key, as the first run that has it says; ``numbers`` of each run; ``not_compared``, why a row has
+        no numbers of some run; ``change``, the column's second over its first, batch by batch
+        (``statistics.estimate_change``), None where no batch is common or one has no value above 0.
     """
+    frames = dict(zip(runs, frames, strict=True))
     rows = pd.concat(frames.values())[[*key, *about]].drop_duplicates(key, ignore_index=True)
     for run, frame in frames.items():
         rows = rows.join(frame.set_index(key)[numbers].add_suffix(f"_{run}"), on=key)
-    return rows
-
-
-def changes_of(frames: Sequence[pd.DataFrame], key: str | list[str], column: str) -> dict[Any, Estimate | None]:
-    """The one join of two jobs: a column's second over its first, batch by batch (``statistics.estimate_change``).
-
-    Args:
-        frames: of the two, rows of ``timings``; the column is null where there is nothing to compare.
-
-    Returns:
-        By key that both hold; None where no batch is common or one has no value above 0.
-    """
     old, now = (
-        {name: rows.set_index(ITERATION)[column].dropna() for name, rows in frame.groupby(key, sort=False)}
-        for frame in frames
+        {name: of.set_index(ITERATION)[column].dropna() for name, of in frame.groupby(key, sort=False)}
+        for frame in times
     )
-    return {name: estimate_change(values, now[name]) for name, values in old.items() if name in now}
+    names = list(rows[key].itertuples(index=False, name=None))
+    changes = [estimate_change(old[name], now[name]) if name in old and name in now else None for name in names]
+    lost = [_lost_words(row, runs) for row in rows.to_dict("records")]
+    found = pd.DataFrame({"not_compared": lost, "change": changes}, rows.index, dtype=object)
+    return rows.join(found)
 
 
-def lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
-    """Why a row of ``side_by_side`` has no numbers of some run, by what runs are called; None where it has all."""
+def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
+    """Why a row has no numbers of some run, by what runs are called; None where it has all."""
     lost = []
     for run, name in runs.items():
         if missing(status := row[f"status_{run}"]):
@@ -197,16 +203,15 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
 
 
 def _conditions(store: Store) -> dict[str, dict[str, str]]:
-    """What was recorded of each comparison, by ``_CONDITIONS``; of several jobs that measured it the last one's."""
+    """Recorded ``_CONDITIONS`` of each comparison; if several jobs measured it, those of the last one."""
     found = {}
     for one in store.comparisons:
         measured = [launch.run_id for launch in one.conditions.values()]
         job = one.run.runs.get(measured[-1] if measured else one.run.run_id)
-        told = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
-        if isinstance(one.facts, TimedFacts):
-            told |= {"links": one.facts.links and describe_links(one.facts.links, one.facts.exchange)}
-            told |= {"device": one.facts.device and device_words(one.facts)}
-        found[one.comparison_id] = {key: _text(told[key]) for key in _CONDITIONS if told.get(key) is not None}
+        known = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
+        known["links"] = one.facts.links and describe_links(one.facts.links, one.facts.exchange)
+        known["device"] = one.facts.device and device_words(one.facts)
+        found[one.comparison_id] = {key: _text(known[key]) for key in _CONDITIONS if known.get(key) is not None}
     return found
 
 
@@ -221,7 +226,7 @@ def _differences(
 ) -> dict[str, dict[str, tuple[str, str]]]:
     """``Change.differences``; what a run did not record differs from nothing."""
     return {
-        name: {key: (said, now[name][key]) for key, said in old[name].items() if now[name].get(key, said) != said}
+        name: {key: (then, now[name][key]) for key, then in old[name].items() if now[name].get(key, then) != then}
         for name in old.keys() & now.keys()
     }
 

@@ -7,25 +7,23 @@ these rows as CSV, under the frame's own names.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
+from moe_ep_bench.analysis.cases import COMPARISON, cases
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS
-from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
+from moe_ep_bench.analysis.marks import Panel, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
-from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
-from moe_ep_bench.config.conditions import columns_of, holds, matching
-from moe_ep_bench.errors import UserError, brief, did_you_mean, naming
+from moe_ep_bench.config.conditions import holds, matching
+from moe_ep_bench.errors import naming
 from moe_ep_bench.facts import ORIGINS
 from moe_ep_bench.facts.words import said_once, scale_words
 from moe_ep_bench.policies import FIELDS
@@ -82,10 +80,11 @@ class Figure:
         where: a condition (``conditions``): rows that are drawn and stand in the CSV.
         needs: a condition that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
+        about: the footer; empty = how, on what, which model and which workload.
         most: facets side by side.
         limit: facets on a sheet. Where there are more, those drawn are evenly spaced from first to last.
         ordered: lines are of ordered things, not of policies.
-        of: what is shown, and so which warnings stand below: of times all, of phases those of probes too.
+        of: the kind of numbers, which decides on the warnings below: those of phases name probes too.
     """
 
     title: str
@@ -96,6 +95,7 @@ class Figure:
     where: str = ""
     needs: str = ""
     columns: Sequence[str] = ()
+    about: str = ""
     beside: bool | Callable[[pd.DataFrame], bool] = False
     most: int = 2
     limit: int = 4
@@ -122,7 +122,7 @@ def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None
     Raises:
         UserError: the condition cannot be read, or names no column.
     """
-    rows = figure.frame(store)
+    every = rows = figure.frame(store)
     if where is not None and len(rows):
         rows = _asked(rows, where)
     rows = matching(figure.rows(store, rows) if len(rows) else rows, figure.where)
@@ -137,7 +137,7 @@ def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None
         notes.append(f"of {len(names)} panels {figure.limit} are drawn; the CSV has all")
     drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
     # A policy has its look in every figure of a store: also where others are not drawn.
-    of_store = case_rows(store)["line"].dropna() if isinstance(store, Store) else own
+    of_store = every["line"].dropna() if "line" in every else own
     looks = ordered_looks(own) if figure.ordered else looks_of(of_store, own)
     if more := _in_turn(drawn)[_MOST_LINES:]:
         notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn; the CSV has all")
@@ -147,16 +147,18 @@ def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None
     sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
-    dress(sheet, figure.title, how, _footer(drawn, notes, figure.of), tags, body=body)
+    dress(sheet, figure.title, how, _footer(drawn, notes, figure), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
 
 
 def _asked(rows: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Rows that a user asks for, and native of their comparisons."""
-    wide = _with_fields(rows)
+    """Rows that a user asks for, and native of their comparisons; all where rows are no cases."""
+    if "role" not in rows:
+        return rows
+    wide = with_fields(rows)
     with naming("--where"):
-        is_asked = holds(wide, where, [*_public(wide), *FIELDS])
+        is_asked = holds(wide, where, [*public_columns(wide), *FIELDS])
     of = next(name for name in ("facet", "comparison_id") if name in rows)
     return rows[is_asked | ((rows["role"] == "baseline") & rows[of].isin(rows.loc[is_asked, of]))]
 
@@ -169,7 +171,7 @@ def _in_turn(rows: pd.DataFrame) -> list[str]:
 
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each line is called: with its capacity factor where it is drawn at one alone."""
+    """Names of lines in the legend, with the capacity factor of a line that has one alone."""
     if "name" not in rows or "legend" in rows:
         return rows.assign(legend=rows["line"])
     number = rows.groupby("line")["name"].transform("nunique")
@@ -183,129 +185,44 @@ def _intervals(rows: pd.DataFrame) -> str:
     return interval_words([value is True or value == 1 for value in judged["speedup_is_interval"].dropna()])
 
 
-def _footer(rows: pd.DataFrame, notes: Sequence[str], of: str) -> list[str]:
-    """How, on what, which model and which workload; then what weakens it."""
-    if "facts" not in rows:  # of answers
-        return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
+def _footer(rows: pd.DataFrame, notes: Sequence[str], figure: Figure) -> list[str]:
+    """A line on the numbers' conditions, and one of notes: warnings first."""
+    words = "; ".join(note.removesuffix(".") for note in [*_warnings(rows, figure.of), *notes])
+    return [figure.about or _conditions(rows), *([f"Note: {words}."] if words else [])]
+
+
+def _conditions(rows: pd.DataFrame) -> str:
+    """How, on what, which model and which workload: what panels share is there once."""
     first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
     scale = first["scale"].astype(object).map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
     dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
     about = (first["how"], first["ran_on_short"], first["links_short"], first["model"] + scale + dtype, weights)
-    said = [said_once(words) for words in (*about, first["workload_words"])]
-    warnings = [OVERSUBSCRIBED] if of != "routing" and first["oversubscribed"].eq(True).any() else []
-    if of == "phases":
-        permutes = {(facts.get("permute") or {}).get("ran", "fused") for facts in first["facts"]}
-        warnings += [NOT_FUSED] if "part_origin" in rows and permutes != {"fused"} else []
-        most = rows["probe_overhead"].max() if "probe_overhead" in rows else 0.0
-        warnings += [PROBES_COST.format(100 * most)] if most > _MUCH_OVERHEAD else []
-    words = "; ".join(note.removesuffix(".") for note in [*warnings, *notes])
-    return [" | ".join(filter(None, said)), *([f"Note: {words}."] if words else [])]
+    return " | ".join(filter(None, map(said_once, (*about, first["workload_words"]))))
 
 
-# ---- any column against any other ------------------------------------------------------------------------------------
+def _warnings(rows: pd.DataFrame, of: str) -> list[str]:
+    """Warnings about numbers of a kind (``Figure.of``)."""
+    phases = rows if of == "phases" else rows[:0]
+    permuted = {(facts.get("permute") or {}).get("ran", "fused") for facts in phases.get("facts", ())}
+    overhead = phases["probe_overhead"].max() if "probe_overhead" in phases else np.nan
+    known = {
+        OVERSUBSCRIBED: of != "routing" and rows.get("oversubscribed", pd.Series(dtype=object)).eq(True).any(),
+        NOT_FUSED: "part_origin" in phases and bool(permuted - {"fused"}),
+        PROBES_COST.format(100 * overhead): overhead > _MUCH_OVERHEAD,
+    }
+    return [words for words, holds in known.items() if holds]
 
-_OF_POLICIES = ("policy", "label", "family")
-_PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
+
+# ---- columns that a user can ask for ---------------------------------------------------------------------------------
+
 # Columns that are of the figures alone, or too long for an axis: nobody can ask for one.
-_HIDDEN = {
+HIDDEN = {
     *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
     *("ran_on", "ran_on_short", "links_words", "links_short", "workload_words", "curve_load", "curve_kept"),
 }
 # Columns that drawing adds: no parameter of a policy and no swept key takes their places.
-_ADDED = {"line", "name", "legend", "heading", "variant", "note", "bar", "quantity"}
-
-
-def lines(
-    x: str, y: str, by: str | None = None, facet: str | None = None, where: str | None = None, *, of: str = "--"
-) -> dict[str, Figure]:
-    """The figure of a column over another, by its name, as a config's ``figures:`` or ``plot --x --y`` asks for it.
-
-    Args:
-        x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
-        by: the column whose values are lines; None = the policy but for ``x``.
-        facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
-        where: a condition on columns (``conditions``).
-        of: what stands before a key in an error's line.
-    """
-    asked = {name: column for name, column in {"x": x, "y": y, "by": by, "facet": facet}.items() if column}
-    title = f"{axis_of(y).header} over {axis_of(x).header}"
-    figure = Figure(
-        title[:1].upper() + title[1:],
-        [series(x, y)],
-        "A line for each {of_lines}. Where several batches, layers or comparisons stand at one place, their mean.",
-        rows=partial(_line_rows, asked=asked, where=where, of=of),
-        columns=list(asked.values()),
-        limit=6,
-        ordered=by not in (None, *_OF_POLICIES),
-        of="phases" if any(map(_is_probed, (x, y))) else "times",
-    )
-    return {"-".join(filter(None, [f"{y}-over-{x}", by and f"by-{by}", facet])): figure}
-
-
-def _is_probed(column: str) -> bool:
-    """Whether a column is of breakdown iterations."""
-    is_of_probes = column.endswith("_us") or column.startswith(("breakdown_", "mean_rank_"))
-    return is_of_probes or column.removesuffix("_ms") in GROUPS
-
-
-def _line_rows(store: Store, rows: pd.DataFrame, asked: Mapping[str, str], where: str | None, of: str) -> pd.DataFrame:
-    """A row per panel, line and place; none where no policy that ran has a field asked for.
-
-    Raises:
-        UserError: a column is unknown, or the condition cannot be read.
-    """
-    x, y, by, facet = (asked.get(name) for name in ("x", "y", "by", "facet"))
-    named = [*asked.values(), *(columns_of(where) if where else ())]
-    rows, known = wide_rows(store, rows, named)
-    public = _public(rows)
-    absent = {name: column for name, column in asked.items() if column not in public}
-    if absent and set(absent.values()) <= FIELDS:
-        return rows.iloc[:0]  # no policy that has such a field ran
-    for name, column in absent.items():
-        listed = f"expected a column, one of {', '.join(known)}"
-        raise UserError(f"{of}{name}: {listed}; got {brief(column)}{did_you_mean(column, known)}")
-    if not pd.api.types.is_numeric_dtype(rows[y]):
-        raise UserError(f"{of}y: expected a column of numbers; {y} has {'words' if rows[y].notna().any() else 'none'}")
-    if where:
-        with naming(f"{of}where"):
-            rows = rows[holds(rows, where, [*public, *FIELDS])]
-    rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[y].notna()].copy()  # of one piece
-    if rows[x].isna().all():
-        return rows.iloc[:0]
-    rows = rows.assign(of_lines=(by or "policy").replace("_", " "))
-    if facet is not None:
-        words = rows[facet].map(value_words)
-        rows = rows.assign(facet=words, heading=f"{facet.replace('_', ' ')} " + words)
-    elif rows.groupby("facet")[x].nunique().max() == 1:
-        rows = rows.assign(facet=rows["model"], heading=rows["model"])
-    label = (
-        rows["label"].str.replace(rf" {re.escape(x)}=\S+", "", regex=True).where(rows["role"] != "baseline", "native")
-    )
-    line = label
-    if by is not None:  # What has no value goes by its own name.
-        value = rows[by].map(value_words).where(rows[by].notna(), label)
-        rows = rows.assign(line=value, variant=label)
-        is_named = pd.Series(by in _OF_POLICIES, rows.index) | label.str.contains(f" {by}=", regex=False)
-        named = label.where(is_named | (value == label), value + ", " + label)
-        line = value.mask(_has_variants(rows, x), named)
-    rows = rows.assign(line=line, legend=line, variant=label)
-    place = ["facet", "line", "variant", x]
-    in_place = rows.groupby(place, sort=False, dropna=False)
-    ends = [name for name in (f"{y.removesuffix('_median')}_low", f"{y.removesuffix('_median')}_high") if name in rows]
-    alone = {name: rows[name].where(in_place[y].transform("size") == 1) for name in ends}  # a mean has no whiskers
-    return rows.assign(**{y: in_place[y].transform("mean")}, **alone).drop_duplicates(place)
-
-
-def _has_variants(rows: pd.DataFrame, x: str) -> pd.Series:
-    """Whether a row's line would join several policies, or variants of one, of which each is a line along ``x``.
-
-    Where each stands at one place alone, as along a number that was measured, they are points of one line.
-    """
-    lines = rows.groupby(["facet", "line"], sort=False)
-    places = rows.groupby(["facet", "line", "variant"], sort=False)[x].transform("nunique")
-    most = places.groupby([rows["facet"], rows["line"]]).transform("max")
-    return (lines["variant"].transform("nunique") > 1) & ((most > 1) | (lines[x].transform("nunique") == 1))
+ADDED = {"line", "name", "legend", "heading", "variant", "note", "bar", "quantity"}
 
 
 def value_words(value: Any) -> str:
@@ -319,56 +236,23 @@ def value_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _public(rows: pd.DataFrame) -> list[str]:
+def public_columns(rows: pd.DataFrame) -> list[str]:
     """The columns that can be asked for."""
-    return [name for name in rows if name not in _HIDDEN]
+    return [name for name in rows if name not in HIDDEN]
 
 
-def _with_fields(rows: pd.DataFrame) -> pd.DataFrame:
+def with_fields(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with parameters of policies, and swept keys by their last words, as columns."""
     for column in ("policy_params", "point"):
         if column in rows:
             fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
             fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
             free = [name for name in fields if name not in rows or rows[name].isna().all()]
-            more = [name for name in free if name.isidentifier() and name not in _HIDDEN | _ADDED]
+            more = [name for name in free if name.isidentifier() and name not in HIDDEN | ADDED]
             rows = rows.drop(columns=more, errors="ignore").join(fields[more].map(_flat))
     return rows
 
 
 def _flat(value: Any) -> Any:
-    """A value that can stand on an axis."""
+    """A value as an axis can show it."""
     return value_words(value) if isinstance(value, dict | list) else value
-
-
-def wide_rows(store: Store, rows: pd.DataFrame, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
-    """The frame that has some columns: cases, or where a column is of batches and layers alone, of these.
-
-    Parameters of policies (``c``, ``k0``, ``budget``, ...) and swept keys by their last words are columns too. So is
-    ``COLUMN_p95`` of a column of batches: a percentile over batches, of means over layers. A phase's ``PHASE_us`` is of
-    batches: the median over breakdown iterations, on the rank that spends most in it.
-
-    Args:
-        rows: of ``case_rows``.
-
-    Returns:
-        The rows, and the names of all columns that can be asked for and hold values.
-    """
-    rows = rows[rows["scope"] == "layer"] if (rows["scope"] == "layer").any() else rows
-    rows = _with_fields(rows)
-    batches = routing(store)
-    if any(name.endswith("_us") for name in columns):
-        times = timings(store).pivot_table("time_us", [*CASE, "batch"], "quantity", "median").add_suffix("_us")
-        batches = batches.merge(times, on=[*CASE, "batch"], how="left")
-    of_batches = [name for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
-    for name in columns:
-        match = _PERCENTILE.match(name)
-        if name not in rows and match and match["column"] in of_batches:
-            by_batch = batches.groupby([*CASE, "batch"])[match["column"]].mean()
-            quantile = by_batch.groupby(CASE).quantile(int(match["percent"]) / 100).rename(name)
-            rows = rows.merge(quantile, left_on=CASE, right_index=True, how="left")
-    known = [name for name in rows if rows[name].notna().any()]
-    if any(name in of_batches and name not in known for name in columns):
-        rows = rows.drop(columns=[name for name in of_batches if name in rows])
-        rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
-    return rows, sorted({*known, *of_batches} - _HIDDEN - _ADDED)

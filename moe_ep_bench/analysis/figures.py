@@ -1,7 +1,8 @@
-"""The figures, each a row of a table, beside what single figures make of the frame.
+"""The figures, each a row of a table, and the rows that single figures make of the frame.
 
-A function of rows takes a store and gives tidy rows with a mark in each, none where there is nothing to show. A figure
-is added by a row; ``drawing.lines`` is a figure of any column against any other.
+All kinds of results have their figures in one table: where a store has no such rows a figure is not drawn. A function
+of rows takes a store and gives tidy rows with a mark in each, none where there is nothing to show. A figure is added by
+a row; ``drawing.lines`` is a figure of any column against any other.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from moe_ep_bench.analysis.answer_costs import half_interval, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure
 from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
-from moe_ep_bench.analysis.papers import METRICS, Claims
-from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
+from moe_ep_bench.analysis.paper_claims import METRICS, measured
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import Store, with_draws_apart
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
@@ -33,7 +34,7 @@ _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval
 
 
 def _most_of(rows: pd.DataFrame, column: str) -> int:
-    """Of the facet that has most."""
+    """The most different values that a facet has."""
     return int(rows.groupby("facet")[column].nunique().max())
 
 
@@ -75,7 +76,7 @@ def _stacked(store: Store, rows: pd.DataFrame, columns: Mapping[str, str]) -> pd
 
 
 def _cost_words(rows: pd.DataFrame) -> pd.Series:
-    """What each case drops, reroutes and keeps."""
+    """Dropped, rerouted and kept shares of each case, in words."""
     lost = pd.Series([cost_words(row) for row in rows.to_dict("records")], rows.index, dtype=object)
     return lost + (100 * rows["retained_mass"]).map(", {:.1f} % kept".format)
 
@@ -127,9 +128,12 @@ def load_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per case and ``place`` in the falling order of experts, or ranks (``of``): ``load_over_mean``.
 
     Each batch and layer is put in order by itself, for its fullest expert is not that of another; then the mean over
-    them. Of each policy the smallest capacity factor.
+    them. A policy is shown at its smallest capacity factor.
     """
-    rows = matching(rows, "status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
+    wanted = "status == 'ok' and role in ('baseline', 'policy') and policy != 'topk' and mode != 'quality'"
+    rows = matching(rows, wanted)
+    if rows.empty:
+        return rows
     rows = rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]  # in reading order factors ascend
     both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
     rows = rows[rows["facet"].isin(both)].drop(columns="load_over_mean")
@@ -213,97 +217,29 @@ _LOST = (
     _over_steps("missing_share", 1.4, where="dropped_share == null and missing_share != null"),
 )
 
-# ---- the figures of times and routing --------------------------------------------------------------------------------
-
-FIGURES: dict[str, Figure] = {
-    "speedup": Figure(
-        "Speedup over native Megatron-Core",
-        [
-            _over_steps("speedup_median", 3.3, width=2.0),
-            _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median != null"),
-            *_LOST,
-        ],
-        "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
-        "pairs that nobody computes, or another expert in their place. {intervals}",
-        where="role in ('policy', 'replication', 'balanced') and speedup_median != null",
-        needs="role != 'balanced'",
-        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
-        beside=_is_upright,
-    ),
-    "dropped": Figure(
-        "What the policies cost: dropped pairs and score mass kept",
-        [*_LOST, _over_steps("retained_mass", 2.3)],
-        "Top-k pairs that nobody computes, or another expert in their place, and the score mass of what is computed "
-        "over that of the model's own top-k; all ranks' tokens together, mean over batches.",
-        where="role == 'policy' and status == 'ok' and missing_share != null",
-        columns=COSTS,
-        beside=_is_upright,
-        of="routing",
-    ),
-    "phases": Figure(
-        "Where the time goes",
-        [bars(height=_height_of_bars)],
-        "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
-        rows=phase_rows,
-        columns=("phases", "time_ms", *COSTS),
-        of="phases",
-    ),
-    "ranks": Figure(
-        "Who waits for whom",
-        [bars(height=_height_of_bars)],
-        "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
-        "wait for the rank that waits least.",
-        rows=rank_rows,
-        columns=("rank", "phases", "time_ms", *COSTS),
-        of="phases",
-    ),
-    "load": Figure(
-        "Load of experts and ranks, before and after",
-        [_loads("expert", 2.0), _loads("rank", 1.0)],
-        "(token, expert) pairs over the mean of the model's own routing: fullest first in every batch and layer, then "
-        "the mean{of_factors}.",
-        rows=load_rows,
-        columns=("of", "place", "load_over_mean"),
-        beside=True,
-        of="routing",
-    ),
-    "pareto": Figure(
-        "What speed costs",
-        [
-            _OF_SPEED("retained_mass", reverse=True),
-            _OF_SPEED("dropped_share", where="dropped_share != null"),
-            _COSTS("kept_share", "relief", joined=None, reverse=True, more=_draw_frontier, where="relief != null"),
-        ],
-        "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
-        "factors. What drops more than 95 % is left out.",
-        rows=pareto_rows,
-        columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
-        beside=True,
-    ),
-}
-
 # ---- what answers cost -----------------------------------------------------------------------------------------------
 
 
-def answer_rows(quality: Quality, costs: pd.DataFrame) -> pd.DataFrame:
+def answer_rows(_: Store, costs: pd.DataFrame) -> pd.DataFrame:
     """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
 
     Of cases that all checkpoints of a group have the means over them and the interval over them; of one its own.
     ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
     """
     costs = matching(costs, "role != 'baseline' and policy != 'topk'")
-    by_case = costs.groupby(["group", "label", "phase"], sort=False)
+    case = ["directory", "group", "label", "phase"]
+    by_case = costs.groupby(case, sort=False)
     rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
     added = by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean()
     over_them = by_case["cross_entropy_added"].agg(half_interval)
     half = rows["cross_entropy_added_half"].where(rows["checkpoints"] == 1, over_them)
     rows = rows.join(added)[by_case.size() == rows["checkpoints"]].reset_index()
-    half = half.reindex(pd.MultiIndex.from_frame(rows[["group", "label", "phase"]])).to_numpy()
+    half = half.reindex(pd.MultiIndex.from_frame(rows[case])).to_numpy()
     whiskers = "Whiskers: 95 % interval, Student's t over checkpoints where there are several, else over batches."
     in_decode = rows["phase"] == "decode"
     of_step, of_rank = "activated experts of a step, mean over layers", "pairs of the fullest rank over native's mean"
     rows = rows.assign(
-        facet=rows["group"].astype(str) + rows["phase"],
+        facet=rows["directory"] + "/" + rows["group"].astype(str) + rows["phase"],
         title=rows["phase"] + ": " + rows["comparison"],
         line=rows["policy"],
         quantity=in_decode.map({True: of_step, False: of_rank}),
@@ -320,23 +256,7 @@ def answer_rows(quality: Quality, costs: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(on_line=added.transform(lambda cost: cost < cost.cummin().shift(fill_value=np.inf)))
 
 
-# Of a directory of ``quality``, whose routing is that of virtual ranks.
-QUALITY_FIGURES = {
-    "quality": Figure(
-        "What a policy's gain costs the answers",
-        [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
-        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. A line joins what no "
-        "other setting of the policy beats in both; each is a row of the CSV.{whiskers}",
-        frame=text_costs,
-        rows=answer_rows,
-        columns=(
-            *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
-            *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
-        ),
-    )
-}
-
-# ---- papers' numbers beside ours -------------------------------------------------------------------------------------
+# ---- papers' numbers and ours -------------------------------------------------------------------------------------
 
 _OF_COMPARISON = [
     *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on_short", "links_short", "workload"),
@@ -345,10 +265,10 @@ _OF_COMPARISON = [
 _VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]
 
 
-def claim_rows(claims: Claims, rows: pd.DataFrame) -> pd.DataFrame:
+def claim_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """A row per claim, policy and traffic that was measured, a facet for each metric; shares in percent."""
     rows = rows.drop(columns="note")  # which is the claim's, not the figure's
-    rows = rows.merge(comparisons(claims.store)[["comparison_id", *_OF_COMPARISON]], on="comparison_id")
+    rows = rows.merge(comparisons(with_draws_apart(store))[[*COMPARISON, *_OF_COMPARISON]], on=COMPARISON)
     is_share = rows["metric"].isin(SHARES)
     name = rows["metric"].map(METRICS)
     unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1).any()
@@ -391,25 +311,106 @@ def _height_of_claims(rows: pd.DataFrame) -> float:
     return 0.75 + max(0.5, 0.16 * lines + 0.14) * rows["names"].nunique()
 
 
-CLAIMS_FIGURE = Figure(
-    "Papers' numbers beside ours",
-    [
-        series(
-            "names",
-            "ours",
-            names=True,
-            hollow=("not primary", ""),
-            ylabel="quantity",
-            more=_draw_papers,
-            height=_height_of_claims,
-        )
-    ],
-    "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest "
-    "and largest pair below ten batches.{missing_marks}",
-    frame=lambda claims: claims.measured,
-    rows=claim_rows,
-    columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
-    most=1,
-    limit=99,
-    of="routing",
-)
+# ---- the figures -----------------------------------------------------------------------------------------------------
+
+FIGURES: dict[str, Figure] = {
+    "speedup": Figure(
+        "Speedup over native Megatron-Core",
+        [
+            _over_steps("speedup_median", 3.3, width=2.0),
+            _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median != null"),
+            *_LOST,
+        ],
+        "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
+        "pairs that nobody computes, or another expert in their place. {intervals}",
+        where="role in ('policy', 'replication', 'balanced') and speedup_median != null",
+        needs="role != 'balanced'",
+        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
+        beside=_is_upright,
+    ),
+    "dropped": Figure(
+        "Cost of policies: dropped pairs and score mass kept",
+        [*_LOST, _over_steps("retained_mass", 2.3)],
+        "Top-k pairs that nobody computes, or another expert in their place, and the score mass of what is computed "
+        "over that of the model's own top-k; all ranks' tokens together, mean over batches.",
+        where="role == 'policy' and status == 'ok' and missing_share != null",
+        columns=COSTS,
+        beside=_is_upright,
+        of="routing",
+    ),
+    "phases": Figure(
+        "Where the time goes",
+        [bars(height=_height_of_bars)],
+        "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
+        rows=phase_rows,
+        columns=("phases", "time_ms", *COSTS),
+        of="phases",
+    ),
+    "ranks": Figure(
+        "Who waits for whom",
+        [bars(height=_height_of_bars)],
+        "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
+        "wait for the rank that waits least.",
+        rows=rank_rows,
+        columns=("rank", "phases", "time_ms", *COSTS),
+        of="phases",
+    ),
+    "load": Figure(
+        "Load of experts and ranks, before and after",
+        [_loads("expert", 2.0), _loads("rank", 1.0)],
+        "(token, expert) pairs over the mean of the model's own routing: fullest first in every batch and layer, then "
+        "the mean{of_factors}.",
+        rows=load_rows,
+        columns=("of", "place", "load_over_mean"),
+        beside=True,
+        of="routing",
+    ),
+    "pareto": Figure(
+        "Cost of speed",
+        [
+            _OF_SPEED("retained_mass", reverse=True),
+            _OF_SPEED("dropped_share", where="dropped_share != null"),
+            _COSTS("kept_share", "relief", joined=None, reverse=True, more=_draw_frontier, where="relief != null"),
+        ],
+        "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
+        "factors. Policies that drop more than 95 % are left out.",
+        rows=pareto_rows,
+        columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
+        beside=True,
+    ),
+    "quality": Figure(
+        "Cost of a policy's gain in answers",
+        [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. A line joins what no "
+        "other setting of the policy beats in both; each is a row of the CSV.{whiskers}",
+        frame=texts,
+        rows=answer_rows,
+        about="Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed.",
+        columns=(
+            *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
+            *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
+        ),
+    ),
+    "claims": Figure(
+        "Papers' numbers and ours",
+        [
+            series(
+                "names",
+                "ours",
+                names=True,
+                hollow=("not primary", ""),
+                ylabel="quantity",
+                more=_draw_papers,
+                height=_height_of_claims,
+            )
+        ],
+        "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or "
+        "smallest and largest pair below ten batches.{missing_marks}",
+        frame=measured,
+        rows=claim_rows,
+        columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
+        most=1,
+        limit=99,
+        of="routing",
+    ),
+}

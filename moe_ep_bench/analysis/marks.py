@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -74,6 +74,26 @@ def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
     return [panel for panel in panels if len(panel.rows(rows))]
 
 
+class Cell(NamedTuple):
+    """A panel of a facet in its place.
+
+    Attributes:
+        facet: its rows.
+        band: the row of facets that it is in.
+        place: row and column of the sheet's grid.
+        height: inches.
+        is_first, is_last: of its facet's panels.
+    """
+
+    facet: pd.DataFrame
+    panel: Panel
+    band: int
+    place: tuple[int, int]
+    height: float
+    is_first: bool
+    is_last: bool
+
+
 def facets(
     rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False, most: int = 2
 ) -> tuple[Figure, float]:
@@ -87,44 +107,63 @@ def facets(
         The sheet, and the inches of its body.
     """
     groups = [group for _, group in rows.groupby("facet", sort=False) if panels_of(panels, group)]
-    across, number = min(most, len(groups)), len(panels)
-    bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
-    heights = [{panel: panel.inches(band) for panel in panels_of(panels, band)} for band in bands]
+    across = min(most, len(groups))
+    cells, heights = _laid_out(groups, panels, across, beside=beside)
     widths = [panel.width for panel in panels] if beside else [1.0]
-    shares = [width / sum(widths) for width in widths]
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
-    ratios = [inches for band in heights for inches in ([max(band.values())] if beside else band.values())]
-    grid = figure.add_gridspec(len(ratios), across * len(widths), height_ratios=ratios, width_ratios=widths * across)
+    grid = figure.add_gridspec(len(heights), across * len(widths), height_ratios=heights, width_ratios=widths * across)
     inches = figure.get_figwidth() / across - 0.3
-    lines = [1] * len(bands)
-    for at, group in enumerate(groups):
-        band, column = divmod(at, across)
-        above = sum(map(len, heights[:band]))
-        for panel in (own := panels_of(panels, group)):
-            place = (list(panels) if beside else list(heights[band])).index(panel)
-            where = (band, column * number + place) if beside else (above + place, column)
-            axes, width = figure.add_subplot(grid[where]), shares[place if beside else 0]
-            panel.draw(axes, panel.rows(group), looks)
-            if panel is own[0]:
-                # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
-                labels = axes.yaxis.get_tightbbox()
-                room = inches - 0.2 - (0 if labels is None else (axes.bbox.x0 - labels.x0) / figure.dpi)
-                heading = group["heading" if "heading" in group else "title"].iloc[0]
-                title = folded(heading, room / 1.15 * min(1.0, 2 * width), rcParams["axes.titlesize"])
-                axes.set_title(title)
-                lines[band] = max(lines[band], title.count("\n") + 1)
-            points = rcParams["axes.labelsize"]
-            axes.set_xlabel(folded(axes.get_xlabel(), width * (inches - 0.5), points))
-            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, heights[band][panel] - 0.7), points))
-            if panel.shares and not beside and panel is not own[-1]:
-                axes.tick_params(labelbottom=False)
-                axes.set_xlabel("")
-            if panel.shares and beside and panel is not own[0]:
-                axes.tick_params(labelleft=False)
-            origins = {origin for origin in group["origin"].dropna() if origin in ORIGINS}
-            frame(axes, next(iter(origins)) if len(origins) == 1 else None)
+    title_lines = [1] * (cells[-1].band + 1)
+    for cell in cells:
+        axes = figure.add_subplot(grid[cell.place])
+        share = widths[cell.place[1] % len(widths)] / sum(widths)
+        cell.panel.draw(axes, cell.panel.rows(cell.facet), looks)
+        if cell.is_first:
+            title_lines[cell.band] = max(title_lines[cell.band], _give_title(axes, cell.facet, inches, share))
+        points = rcParams["axes.labelsize"]
+        axes.set_xlabel(folded(axes.get_xlabel(), share * (inches - 0.5), points))
+        axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, cell.height - 0.7), points))
+        if cell.panel.shares and not beside and not cell.is_last:
+            axes.tick_params(labelbottom=False)
+            axes.set_xlabel("")
+        if cell.panel.shares and beside and not cell.is_first:
+            axes.tick_params(labelleft=False)
+        origins = {origin for origin in cell.facet["origin"].dropna() if origin in ORIGINS}
+        frame(axes, next(iter(origins)) if len(origins) == 1 else None)
     _give_equal_limits(figure)
-    return figure, sum(ratios) + _TITLE_LINE * (sum(lines) - len(lines))
+    return figure, sum(heights) + _TITLE_LINE * (sum(title_lines) - len(title_lines))
+
+
+def _laid_out(
+    groups: Sequence[pd.DataFrame], panels: Sequence[Panel], across: int, *, beside: bool
+) -> tuple[list[Cell], list[float]]:
+    """The cells of all facets, ``across`` side by side, and the inches of each row of the grid."""
+    cells: list[Cell] = []
+    heights: list[float] = []
+    for band, begin in enumerate(range(0, len(groups), across)):
+        rows = pd.concat(groups[begin : begin + across])
+        of_band = {panel: panel.inches(rows) for panel in panels_of(panels, rows)}
+        for column, group in enumerate(groups[begin : begin + across]):
+            own = panels_of(panels, group)
+            for panel in own:
+                if beside:
+                    place = (len(heights), column * len(panels) + list(panels).index(panel))
+                else:
+                    place = (len(heights) + list(of_band).index(panel), column)
+                cells.append(Cell(group, panel, band, place, of_band[panel], panel is own[0], panel is own[-1]))
+        heights += [max(of_band.values())] if beside else of_band.values()
+    return cells, heights
+
+
+def _give_title(axes: Axes, facet: pd.DataFrame, inches: float, share: float) -> int:
+    """Name a facet above its first panel, which has this share of its inches; the title's lines."""
+    # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
+    labels = axes.yaxis.get_tightbbox()
+    room = inches - 0.2 - (0 if labels is None else (axes.bbox.x0 - labels.x0) / axes.figure.dpi)
+    heading = facet["heading" if "heading" in facet else "title"].iloc[0]
+    title = folded(heading, room / 1.15 * min(1.0, 2 * share), rcParams["axes.titlesize"])
+    axes.set_title(title)
+    return title.count("\n") + 1
 
 
 def _give_equal_limits(figure: Figure) -> None:
@@ -216,22 +255,12 @@ _HOLLOW = {"markerfacecolor": "none", "markersize": 8, "markeredgewidth": 1.4}
 _STAR = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "markeredgewidth": 0, "zorder": 2.95}
 
 
-def series(
-    x: str,
-    y: str,
-    *,
-    names: bool = False,
-    joined: str | None = "",
-    hollow: tuple[str, str] | None = None,
-    xlabel: str = "",
-    ylabel: str = "",
-    reverse: bool = False,
-    more: Callable[[Axes, pd.DataFrame], None] | None = None,
-    **size: Any,
-) -> Panel:
+@dataclass(frozen=True)
+class Series:
     """Points of each ``line``, joined or not, with what a speedup is held against: native, noise floor, balance.
 
-    Args:
+    Attributes:
+        x, y: columns.
         names: values of ``x`` stand at even distances, names before numbers, and points of several lines at the same
             one a little beside each other. Where there are names alone the axis stands upright. Of values that are
             words it is so unasked.
@@ -240,58 +269,96 @@ def series(
         xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
         reverse: more of ``x`` stands to the left.
         more: what else is drawn.
-        size: attributes of ``Panel``.
     """
-    across, up = axis_of(x), axis_of(y)
-    ends = [f"{y.removesuffix('_median')}_{end}" for end in ("low", "high")]
 
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        shown = rows[rows[x].notna() & rows[y].notna() & rows["line"].isin(list(looks))]
-        by_name = names or not pd.api.types.is_numeric_dtype(shown[x].infer_objects())
-        upright, places = by_name and are_names(rows[x]), places_of(rows[x].dropna())
-        values = up.scale * shown.reindex(columns=[y, *ends]).astype(float).set_axis(["value", "low", "high"], axis=1)
-        points = values.assign(
-            line=shown["line"],
-            legend=shown["legend"],
-            place=shown[x].map(places) if by_name else across.scale * shown[x].astype(float),
-            is_hollow=holds(shown, hollow[0]) if hollow else False,
-            is_joined=False if upright or joined is None else holds(shown, joined) if joined else True,
-            is_named=shown["line"] == shown[x] if upright else False,  # beside the axis
-        ).sort_values("place", kind="stable")
-        has_native = not (by_name or up.native is None or across.native is None)
+    x: str
+    y: str
+    names: bool = False
+    joined: str | None = ""
+    hollow: tuple[str, str] | None = None
+    xlabel: str = ""
+    ylabel: str = ""
+    reverse: bool = False
+    more: Callable[[Axes, pd.DataFrame], None] | None = None
+
+    def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+        """Draw rows into a panel, those whose line has a look as points."""
+        across, up = axis_of(self.x), axis_of(self.y)
+        shown = rows[rows[self.x].notna() & rows[self.y].notna() & rows["line"].isin(list(looks))]
+        by_name = self.names or not pd.api.types.is_numeric_dtype(shown[self.x].infer_objects())
+        upright = by_name and are_names(rows[self.x])
+        places = places_of(rows[self.x].dropna()) if by_name else None
+        points = self._points(shown, places, upright=upright)
+        native = None
+        if not (by_name or across.native is None or up.native is None):
+            native = (across.scale * across.native, up.scale * up.native)
         if not by_name and len(points):
-            stars = [across.scale * across.native] if has_native else []
-            _number_columns(axes, np.array([*points["place"], *stars]), may_be_log=joined == "")
+            along = np.array([*points["place"], *(native or ())[:1]])
+            _number_columns(axes, along, may_be_log=self.joined == "")
         aside = _aside(points, list(looks)) if by_name else {}
         for line, look in looks.items():
             if len(part := points[points["line"] == line]):
                 _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
-        if hollow and hollow[1] and points["is_hollow"].any():
-            look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
-            axes.plot([], [], label=hollow[1], **look)
-        for end in ("value", "low", "high"):  # which stand aside, so that the axes do not see where they end
-            known = points[["place", end]].dropna().to_numpy()
-            axes.update_datalim(known[:, ::-1] if upright else known)
-        axes.margins(0.08)
-        _draw_references(axes, rows, x, up, floors_along=None if by_name else across.scale, upright=upright)
-        if has_native:
-            axes.plot(across.scale * across.native, up.scale * up.native, label="native", **_STAR)
-        if more is not None:
-            more(axes, rows)
-        if upright:
-            name_rows(axes, places)
-        elif by_name:
-            _name_columns(axes, places)
+        self._name_hollow(axes, points)
+        _make_room(axes, points, upright=upright)
+        _draw_references(axes, rows, self.x, up, floors_along=None if by_name else across.scale, upright=upright)
+        if native is not None:
+            axes.plot(*native, label="native", **_STAR)
+        if self.more is not None:
+            self.more(axes, rows)
+        if places is not None:
+            (name_rows if upright else _name_columns)(axes, places)
         _limit_values(axes, up, points[["value", "low", "high"]].to_numpy(), upright=upright)
-        if reverse:
+        if self.reverse:
             axes.invert_xaxis()
-        across_words, up_words = (
-            (rows[label].iloc[0] if label in rows else label) or column.axis
-            for label, column in ((xlabel, across), (ylabel, up))
-        )
-        axes.set(**({"xlabel": up_words} if upright else {"xlabel": across_words, "ylabel": up_words}))
+        self._name_axes(axes, rows, upright=upright)
 
-    return Panel(draw, **{"shares": True, **size})
+    def _points(self, shown: pd.DataFrame, places: Mapping[Any, int] | None, *, upright: bool) -> pd.DataFrame:
+        """A row per point: ``place`` along the axis, ``value`` with its ends, and how it is drawn."""
+        across, up = axis_of(self.x), axis_of(self.y)
+        ends = [f"{self.y.removesuffix('_median')}_{end}" for end in ("low", "high")]
+        values = up.scale * shown.reindex(columns=[self.y, *ends]).astype(float)
+        is_joined = not upright and self.joined is not None
+        return (
+            values.set_axis(["value", "low", "high"], axis=1)
+            .assign(
+                line=shown["line"],
+                legend=shown["legend"],
+                place=across.scale * shown[self.x].astype(float) if places is None else shown[self.x].map(places),
+                is_hollow=holds(shown, self.hollow[0]) if self.hollow else False,
+                is_joined=holds(shown, self.joined) if is_joined and self.joined else is_joined,
+                is_named=shown["line"] == shown[self.x] if upright else False,  # beside the axis
+            )
+            .sort_values("place", kind="stable")
+        )
+
+    def _name_hollow(self, axes: Axes, points: pd.DataFrame) -> None:
+        """Say in the legend what hollow points are."""
+        if self.hollow and self.hollow[1] and points["is_hollow"].any():
+            look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
+            axes.plot([], [], label=self.hollow[1], **look)
+
+    def _name_axes(self, axes: Axes, rows: pd.DataFrame, *, upright: bool) -> None:
+        """Label the axes; names need no label."""
+        across, up = (
+            (rows[label].iloc[0] if label in rows else label) or axis_of(name).axis
+            for label, name in ((self.xlabel, self.x), (self.ylabel, self.y))
+        )
+        axes.set(**({"xlabel": up} if upright else {"xlabel": across, "ylabel": up}))
+
+
+def series(x: str, y: str, **options: Any) -> Panel:
+    """A panel of a ``Series``; options are its attributes, and those of ``Panel``."""
+    of_series = {name: options.pop(name) for name in list(options) if name in Series.__dataclass_fields__}
+    return Panel(Series(x, y, **of_series).draw, **{"shares": True, **options})
+
+
+def _make_room(axes: Axes, points: pd.DataFrame, *, upright: bool) -> None:
+    """Show all points and whiskers, which stand aside, so that the axes do not see where they end."""
+    for end in ("value", "low", "high"):
+        known = points[["place", end]].dropna().to_numpy()
+        axes.update_datalim(known[:, ::-1] if upright else known)
+    axes.margins(0.08)
 
 
 def _aside(points: pd.DataFrame, lines: Sequence[str]) -> dict[str, float]:

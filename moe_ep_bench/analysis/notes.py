@@ -70,7 +70,8 @@ def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
 
 def warnings(store: Store) -> list[str]:
     """The warnings of all comparisons, each once: what voids a result first, whichever comparison it is of."""
-    lines = [line for one in store.comparisons for line in _lines_of(store, one.directory, one.comparison_id)]
+    routed = (one for one in store.comparisons if one.run.mode != "quality")
+    lines = [line for one in routed for line in _lines_of(store, one.directory, one.comparison_id)]
     found = sorted((line for line in lines if line.is_warning), key=attrgetter("place"))
     return list(dict.fromkeys(line.text for line in found))
 

@@ -40,7 +40,7 @@ _MOST_FINDINGS = 12
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
-    """Write the page of what ``run``, ``emulate`` or ``route`` left; it appears whole or not at all.
+    """Write the page of results of any kind; it appears whole or not at all.
 
     Args:
         out: the file; None = ``report.html`` in the one directory.
@@ -103,12 +103,13 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
 def _line(store: Store) -> str:
     """How, and on what, the numbers came about, without what a model is made of."""
     facts = comparisons(store)
-    if (facts["mode"] == "route").all():
-        return "Routing only (nothing was timed): loads are no times, and no speed is claimed."
     links = said_once(facts["links"])
-    words = f"{said_once(facts['how'])}: {said_once(facts['ran_on_short'])}{links and f', links {links}'}"
+    on = ", ".join(filter(None, (said_once(facts["ran_on_short"]), links and f"links {links}")))
+    words = f"{said_once(facts['how'])}{on and f': {on}'}"
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
-    return f"{words[:1].upper()}{words[1:]}; {count_words(cases(store))}{'; weights are random' if random else ''}."
+    notes = [count_words(cases(store)), *["weights are random"] * random]
+    notes += ["loads are no times, and no speed is claimed"] if cases(store)["median_ms"].isna().all() else []
+    return f"{words[:1].upper()}{words[1:]}; {'; '.join(notes)}."
 
 
 def _image(name: str, drawing: Drawing) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The command that draws: figures of one or several results directories, chosen by what their rows hold.
 
-What cannot be trusted is named, a line each, and passed over; the rest is drawn. The exit status tells scripts which:
+Results that cannot be trusted are named, a line each, and passed over; the rest is drawn. The exit status:
 0 all was well, 1 something was passed over, 2 nothing could be drawn.
 """
 
@@ -11,15 +11,14 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import RootModel
 
 from moe_ep_bench.analysis.cases import load
-from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
-from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
-from moe_ep_bench.analysis.papers import Claims
-from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of, typed
+from moe_ep_bench.analysis.drawing import Drawing, Figure, draw
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import lines
+from moe_ep_bench.analysis.store import ResultsError, Store, jobs, typed
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
 from moe_ep_bench.config.conditions import parsed
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known, naming
@@ -42,20 +41,18 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
             parsed(options.where)
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
-        check_folder(out, "--out")
+        check_folder(options.out, "--out")
     passed_over: list[str] = []
-    read = list(stores(options.directories, passed_over))
-    tables = [(store, columns or figures_of(store, passed_over)) for store in read]
-    if columns and not all(isinstance(store, Store) for store in read):
-        passed_over.append("--x, --y: expected times or routing; passed over what `quality` wrote")
-        tables = [(store, table) for store, table in tables if isinstance(store, Store)]
-    known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
-    asked = None if options.figures is None else _names("--figures", options.figures, known)
-    drawn = {}
+    try:
+        store = load([path.resolve() for path in options.directories], passed_over)
+    except ResultsError as error:
+        say(str(error))
+        return USER_ERROR
+    table = columns or figures_of(store, passed_over)
+    asked = None if options.figures is None else _names("--figures", options.figures, {**FIGURES, **table})
+    chosen = {name: table[name] for name in asked or table if name in table}
     with house_style():
-        for store, table in tables:
-            chosen = {name: table[name] for name in (asked or table) if name in table}
-            drawn |= _drawn(store, chosen, None if columns else options.where, None if asked else passed_over)
+        drawn = _drawn(store, chosen, None if columns else options.where, None if asked else passed_over)
     for line in passed_over:
         say(line)
     written = write(drawn, out, formats)
@@ -68,50 +65,12 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     return USER_ERROR if not written else CASES_FAILED if passed_over else OK
 
 
-def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]:
-    """What the directories hold: times and routing as one ``Store``, and what ``quality`` wrote as one ``Quality``.
-
-    A directory that cannot be read is named in ``passed_over``.
-    """
-    timed, judged = [], {}
-    for directory in dict.fromkeys(path.resolve() for path in directories):
-        if kind_of(directory) != "quality":
-            timed.append(directory)
-            continue
-        try:
-            judged[directory] = _quality(directory)
-        except ResultsError as error:
-            passed_over.append(str(error))
-    if judged:
-        from moe_ep_bench.analysis.quality import beside
-
-        yield beside(judged)
-    try:
-        if timed:
-            yield load(timed, passed_over)
-    except ResultsError as error:
-        passed_over.append(str(error))
-
-
-def _quality(directory: Path) -> Any:
-    from moe_ep_bench.analysis.quality import read_quality  # it imports torch
-
-    quality = read_quality(directory)
-    if not quality.has_texts:
-        raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
-    return quality
-
-
-def figures_of(store: Any, passed_over: list[str] | None = None) -> dict[str, Figure]:
+def figures_of(store: Store, passed_over: list[str] | None = None) -> dict[str, Figure]:
     """All figures that a store may have, its configs' ``figures:`` too, by name.
 
     Args:
         passed_over: gets a line for a config's figures that cannot be read; None = it is raised.
     """
-    if isinstance(store, Claims):
-        return {"claims": CLAIMS_FIGURE}
-    if not isinstance(store, Store):
-        return QUALITY_FIGURES
     table = dict(FIGURES)
     for job in jobs(store).to_dict("records"):
         experiments = job["config"] if isinstance(job["config"], list) else [job["config"] or {}]
@@ -126,29 +85,28 @@ def figures_of(store: Any, passed_over: list[str] | None = None) -> dict[str, Fi
 
 
 @contextlib.contextmanager
-def _passing_over(lines: list[str] | None) -> Iterator[None]:
-    """Add a UserError to the lines; None = raise it."""
+def _passing_over(lines: list[str] | None, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Add an error of a kind to the lines; None = raise it."""
     try:
         yield
-    except UserError as error:
+    except kind as error:
         if lines is None:
             raise
         lines.append(str(error))
 
 
 def _drawn(
-    store: Any, table: Mapping[str, Figure], where: str | None, passed_over: list[str] | None
+    store: Store, table: Mapping[str, Figure], where: str | None, passed_over: list[str] | None
 ) -> dict[str, Drawing | None]:
-    """The figures of a table; those of a config that cannot be drawn are named in ``passed_over``."""
+    """The figures of a table; those of a config or of damaged claims are named in ``passed_over``."""
     drawn = {}
     for name, figure in table.items():
-        is_of_config = isinstance(store, Store) and name not in FIGURES
-        with _passing_over(passed_over if is_of_config else None):
+        with _passing_over(passed_over, ResultsError if name in FIGURES else UserError):
             drawn[name] = draw(figure, store, where)
     return drawn
 
 
-def drawings(store: Any, passed_over: list[str] | None = None) -> dict[str, Drawing]:
+def drawings(store: Store, passed_over: list[str] | None = None) -> dict[str, Drawing]:
     """All figures for which a store has rows; ``passed_over`` as in ``figures_of``. In ``house_style``."""
     drawn = _drawn(store, figures_of(store, passed_over), None, passed_over)
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
@@ -174,19 +132,18 @@ def write(drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[s
 
 def draw_all(directory: Path) -> str:
     """Draw all figures of a directory beside it, after its command; say in words which."""
-    drawn: dict[str, Drawing] = {}
     with house_style():
-        for store in stores([directory], []):
-            drawn |= drawings(store)
+        drawn = drawings(load(directory, []))
     write(drawn, directory / "figures")
     where = os.path.relpath(directory / "figures")
     return f"\nfigures in {where}: {', '.join(drawn)}" if drawn else "\nno figure was drawn"
 
 
-def draw_claims(claims: Claims) -> list[Path]:
-    """Draw ``figures/claims`` of what ``papers`` left; the files, none where nothing was measured."""
+def draw_claims(store: Store) -> list[Path]:
+    """Draw ``figures/claims`` of a directory that ``papers`` left; the files, none where nothing was measured."""
     with house_style():
-        return write(drawings(claims), claims.directory / "figures")
+        drawn = _drawn(store, {"claims": FIGURES["claims"]}, None, None)
+    return write(drawn, store.directories[0].folder / "figures")
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:
@@ -196,9 +153,9 @@ def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:
         return {}
     for name in ("x", "y"):
         if given[name] is None:
-            raise UserError(f"--{name}: expected a column beside --{'y' if name == 'x' else 'x'}; got none")
+            raise UserError(f"--{name}: expected a column with --{'y' if name == 'x' else 'x'}; got none")
     if options.figures is not None:
-        raise UserError("--figures: expected none beside --x and --y, which ask for a figure of their own")
+        raise UserError("--figures: expected none with --x and --y, which ask for a figure of their own")
     return lines(**given)
 
 

@@ -4,10 +4,10 @@
 of ``total``, per iteration, from plain iterations (nothing is read inside them).
 
 *EP groups.* Where the world has several, they never meet: each is reduced by itself, then comes the mean over groups.
-The slowest group's numbers stand beside it, in columns named ``slowest_group_*``.
+The slowest group's numbers have columns of their own, named ``slowest_group_*``.
 
 *Phases* come from breakdown iterations, which hold extra clock readings and barriers; what these cost and what no
-phase covers are reported beside. A mean over ranks shows what ranks lose to waiting, the slowest rank shows what they
+phase covers are reported too. A mean over ranks shows what ranks lose to waiting, the slowest rank shows what they
 wait *for*. On GPUs each wait of each layer is less what its probe costs when nobody waits (``probe_floor_us``).
 
 *Routing.* Each rank reports its own tokens. A batch is one thing to the model, so ranks are joined first (counts and
@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.store import ITERATION, MISSING
+from moe_ep_bench.analysis.store import ITERATION, MISSING, TIMES
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
 from moe_ep_bench.schema import (
@@ -47,9 +48,9 @@ from moe_ep_bench.schema import (
 # Groups of a layer's phases, and what no phase covers.
 MODEL_GROUPS = phase_groups("model")
 GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
-# What an MoE layer's time consists of in a model.
+# Phases of an MoE layer's time in a model.
 MOE_PHASES = [*LAYER_PHASES, MOE_REST]
-# What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
+# Parts of a pass, in the order in which figures stack them: those that no policy changes, then the MoE layers.
 PASS_PARTS = {
     "attention": MODEL_GROUPS["attention"],
     "rest": MODEL_GROUPS["rest"],
@@ -58,7 +59,7 @@ PASS_PARTS = {
     **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
     UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
-# What probes cost when nobody waits, beside the phases.
+# Time of probes when nobody waits, a column like the phases.
 PROBES = "probes"
 # Which iteration of which case.
 KEY = ["case", *ITERATION]
@@ -81,8 +82,9 @@ def layer_times(samples: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
     Returns:
         ``time_us`` and ``host_us``, means over EP groups; ``slowest_group_us``.
     """
-    totals = samples[samples["kind"].eq("plain") & samples["phase"].eq(TOTAL)]
-    totals = totals.assign(host_us=totals[HOST_BUSY].fillna(totals[HOST]))  # of earlier versions
+    totals = samples[samples["kind"].eq("plain") & samples[TOTAL].notna()]
+    host_us = totals[HOST_BUSY].fillna(totals[HOST])  # of earlier versions
+    totals = totals.assign(time_us=totals[TOTAL], host_us=host_us)
     times_us = totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index()
     slowest_group_us = times_us["time_us"].groupby(level=KEY).max()
     return on_slowest(times_us, ep_size, "time_us").assign(slowest_group_us=slowest_group_us)
@@ -98,12 +100,10 @@ def phase_times(samples: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
         Columns ``PHASES``, ``unaccounted``, ``total``, null where one did not occur; ``PROBES``, what was taken off.
     """
     rows = samples[samples["kind"].eq("breakdown")]
-    floors_us = rows["case"].map(floor_us).where(rows["phase"].isin(WAITING_PHASES), 0.0)
-    off_us = floors_us.clip(upper=rows["time_us"])
-    rows = rows.assign(phase=rows["phase"].astype(str), time_us=rows["time_us"] - off_us, off_us=off_us)
-    times_us = rows.groupby([*KEY, "rank", "phase"])["time_us"].sum().unstack("phase")
-    times_us = times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL]).astype(float)
-    return times_us.assign(**{PROBES: rows.groupby([*KEY, "rank"])["off_us"].sum()})
+    waits_us = rows[[*WAITING_PHASES]].astype(float)
+    off_us = waits_us.clip(upper=rows["case"].map(floor_us), axis=0)
+    rows = rows.assign(**(waits_us - off_us), **{PROBES: off_us.sum(axis=1)})
+    return rows.groupby([*KEY, "rank"])[[*TIMES, PROBES]].sum(min_count=1).astype(float)
 
 
 def moe_times(times_us: pd.DataFrame) -> pd.Series:
@@ -125,7 +125,7 @@ def on_slowest(times_us: pd.DataFrame, ep_size: pd.Series, total: str = TOTAL) -
 
 
 def longest(times_us: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
-    """Of each column the longest of an EP group's ranks in each iteration, mean over groups; by ``KEY``."""
+    """The longest rank of an EP group by column and iteration, mean over groups; by ``KEY``."""
     group = groups_of(times_us.index, ep_size)
     unit = [*(times_us.index.get_level_values(name) for name in KEY), pd.Index(group, name="group")]
     return times_us.groupby(unit).max().groupby(level=KEY).mean()
@@ -139,13 +139,13 @@ def mean_ms(times_us: pd.DataFrame, groups: Mapping[str, Sequence[str]]) -> pd.D
 
 
 def probe_floor_us(facts: TimedFacts | RoutedFacts, conditions: Iterable[Conditions]) -> float:
-    """What a probe costs on a GPU when nobody waits: median over launches and ranks; 0 where that is not known."""
+    """Time of a probe on a GPU when nobody waits: median over launches and ranks; 0 where that is not known."""
     known = [rank.probe_floor_us for launch in conditions for rank in launch.ranks if rank.probe_floor_us is not None]
     return float(np.median(known)) if known and getattr(facts, "backend", "") == "nccl" else 0.0
 
 
 def breakdown(times_us: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
-    """What the breakdown iterations of cases say, by case.
+    """Numbers of breakdown iterations, by case.
 
     Args:
         times_us: of ``phase_times``.
@@ -186,7 +186,7 @@ COUNTS = [
 UNKNOWN = ["num_dropped_pairs", "num_rerouted_pairs"]
 LOST = ["dropped_share", "rerouted_share"]
 SHARES = ["topk_share", "entropy"]
-# What a token sends to other ranks, or nodes, by what an exchange sends it once for (``cost_model.exchanges``).
+# Copies of a token to other ranks or nodes, by the unit that has one copy (``cost_model.exchanges``).
 SENT = {
     "sent_pairs": "crossing_pairs",
     "sent_copies": "crossing_copies",
@@ -198,7 +198,7 @@ ROUTED = [
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
     "moved_gib", *SENT,
 ]  # fmt: skip
-# What the fullest of several EP groups has.
+# Columns of the fullest of several EP groups.
 OF_SLOWEST = {name: f"slowest_group_{name}" for name in ("fullest_expert", "fullest_rank")}
 # By what groups of unequal tokens count in a mean; of others each counts alike.
 _WEIGHTS = {
@@ -206,6 +206,31 @@ _WEIGHTS = {
     **dict.fromkeys(["experts_per_token", *SHARES, *SENT], "num_tokens"),
     "retained_mass": "mass",
 }
+
+
+class Units(NamedTuple):
+    """Rows of one case as units, each a layer, batch and EP group, which all source ranks have a row of.
+
+    Attributes:
+        rows: by layer, batch and rank (``bench.result`` writes a row of every unit for each source rank).
+        num_sources: Z.
+    """
+
+    rows: pd.DataFrame
+    num_sources: int
+
+    def of(self, *names: str) -> np.ndarray:
+        """Columns of numbers: [U, Z, columns]."""
+        return self.rows[list(names)].to_numpy(dtype=float).reshape(-1, self.num_sources, len(names))
+
+    def lists(self, name: str) -> np.ndarray:
+        """A column of lists: [U, Z, entries]."""
+        values = np.stack(self.rows[name].to_list())
+        return values.reshape(-1, self.num_sources, values.shape[1])
+
+    def sums(self, *names: str) -> dict[str, np.ndarray]:
+        """By column its sum over source ranks, [U]; null where a rank does not know it."""
+        return dict(zip(names, self.of(*names).sum(axis=1).T, strict=True))
 
 
 def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:
@@ -222,62 +247,59 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         policy, so that dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed;
         ``retained_mass`` is ``metrics.mass_kept``, above 1 where a policy adds experts.
     """
-    num_ranks = facts.num_ranks
-    rows = rows.assign(
-        ep_group=rows["rank"] // num_ranks, **{name: np.nan for name in SENT.values() if name not in rows}
-    )
+    unknown = {name: np.nan for name in SENT.values() if name not in rows}
+    rows = rows.assign(ep_group=rows["rank"] // facts.num_ranks, **unknown)
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
-    # Of which every unit has a row (written by ``bench.result``).
-    num_sources = rows["rank"].nunique() // rows["ep_group"].nunique()
-    num_units = len(rows) // num_sources
-
-    def by_unit(names: str | list[str]) -> np.ndarray:
-        """Columns, or the lists of one: [U, Z, columns or entries]."""
-        values = np.stack(rows[names].to_list()) if isinstance(names, str) else rows[names].to_numpy(dtype=float)
-        return values.reshape(num_units, num_sources, -1)
-
-    counts = dict(zip(COUNTS, np.nansum(by_unit(COUNTS), axis=1).T, strict=True))
-    topk_U, tokens_U = counts["num_topk_pairs"], counts["num_tokens"]
-    weighted_UZS = by_unit(SHARES) * by_unit(["num_tokens"])
+    units = Units(rows, rows["rank"].nunique() // rows["ep_group"].nunique())
+    joined = rows[["case", "layer", "batch", "ep_group"]].iloc[:: units.num_sources].reset_index(drop=True)
     with warnings.catch_warnings(action="ignore"):  # of units without tokens, pairs or an error
-        shares = dict(zip(SHARES, np.nansum(weighted_UZS, axis=1).T / tokens_U, strict=True))
-        errors = dict(zip(ERRORS, np.nanmax(by_unit(ERRORS), axis=1).T, strict=True))
-        counts |= dict(zip(UNKNOWN, by_unit(UNKNOWN).sum(axis=1).T, strict=True))
-        lost = {name: counts[count] / topk_U for name, count in zip(LOST, UNKNOWN, strict=True)}
-        lost["missing_share"] = counts[MISSING] / topk_U
-        sent_US = by_unit([*SENT.values()]).sum(axis=1) / tokens_U[:, None]  # null of earlier versions
-    load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
+        joined = joined.assign(**_counted(units))
+    return joined.assign(**_loads(units, facts.num_ranks, at_home=at_home))
+
+
+def _counted(units: Units) -> dict[str, np.ndarray]:
+    """Counts, and shares of tokens and pairs: by column [U]."""
+    counts = dict(zip(COUNTS, np.nansum(units.of(*COUNTS), axis=1).T, strict=True)) | units.sums(*UNKNOWN)
+    topk_U, tokens_U = counts["num_topk_pairs"], counts["num_tokens"]
+    weighted_US = np.nansum(units.of(*SHARES) * units.of("num_tokens"), axis=1)
+    lost = dict(zip([*LOST, "missing_share"], [*UNKNOWN, MISSING], strict=True))
+    rows = units.rows
+    return {
+        **counts,
+        **dict(zip(SHARES, weighted_US.T / tokens_U, strict=True)),
+        **dict(zip(ERRORS, np.nanmax(units.of(*ERRORS), axis=1).T, strict=True)),
+        **{name: counts[count] / topk_U for name, count in lost.items()},
+        "retained_mass": mass_kept(rows, np.arange(len(rows)) // units.num_sources),
+        "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
+        **{name: units.sums(count)[count] / tokens_U for name, count in SENT.items()},  # null of earlier versions
+        "moved_gib": units.of("moved_weight_bytes").sum(axis=(1, 2)) / 2**30,
+    }
+
+
+def _loads(units: Units, num_ranks: int, *, at_home: bool) -> dict[str, Any]:
+    """Loads of experts and ranks: by column [U], and as lists."""
+    load_UZE, load_UZR = units.lists("load_E"), units.lists("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
+    topk_U = np.nansum(units.of("num_topk_pairs"), axis=(1, 2))
     # Slots say where replicas and moved weights are.
-    in_slots = rows["slot_load_P"].notna().all()
-    load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
-    activated_UR = (load_UP.reshape(num_units, num_ranks, -1) > 0).sum(axis=2)
-    return pd.DataFrame(
-        {
-            **rows[["case", "layer", "batch", "ep_group"]].iloc[::num_sources].reset_index(drop=True),
-            **counts,
-            **shares,
-            **errors,
-            "fullest_expert": load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
-            "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
-            "expert_imbalance": imbalance(load_UE),
-            "rank_imbalance": imbalance(load_UR),
-            **lost,
-            "retained_mass": mass_kept(rows, np.arange(len(rows)) // num_sources),
-            "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
-            "activated_experts": (load_UE > 0).sum(axis=1),
-            "activated_fullest_rank": activated_UR.max(axis=1) if in_slots or at_home else np.nan,
-            **dict(zip(SENT, sent_US.T, strict=True)),
-            "moved_gib": by_unit(["moved_weight_bytes"]).sum(axis=(1, 2)) / 2**30,
-            "load_E": list(load_UE),
-            "load_R": list(load_UR),
-            "pairs_RR": list(load_UZR.reshape(num_units, -1)),
-        }
-    )
+    in_slots = units.rows["slot_load_P"].notna().all()
+    load_UP = units.lists("slot_load_P").sum(axis=1) if in_slots else load_UE
+    activated_UR = (load_UP.reshape(len(load_UE), num_ranks, -1) > 0).sum(axis=2)
+    return {
+        "fullest_expert": load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
+        "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
+        "expert_imbalance": imbalance(load_UE),
+        "rank_imbalance": imbalance(load_UR),
+        "activated_experts": (load_UE > 0).sum(axis=1),
+        "activated_fullest_rank": activated_UR.max(axis=1) if in_slots or at_home else np.nan,
+        "load_E": list(load_UE),
+        "load_R": list(load_UR),
+        "pairs_RR": list(load_UZR.reshape(len(load_UE), -1)),
+    }
 
 
 def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame:
-    """Joined routing beside what dropping alone can keep at most, null where it was not computed.
+    """Joined routing with the most that dropping alone can keep, null where it was not computed.
 
     Columns: ``kept_by_load``, ``kept_by_experts``, ``curve_load``, ``curve_kept`` of the schema; ``below_frontier`` and
     ``below_frontier_experts``, what is kept at most at the same fullest rank, or with as many activated experts, less
@@ -292,7 +314,7 @@ def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame
 def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     """``ROUTED`` by case, means over batches, then layers; of output errors first the worst layer of each batch.
 
-    Of several EP groups first the mean over them, as over all their tokens; beside it ``OF_SLOWEST``, the fullest's.
+    Several EP groups are averaged first, as over all their tokens; ``OF_SLOWEST`` are the fullest group's.
     """
     routing = _over_groups(routing)
     by_layer = routing.groupby(["case", "layer"], dropna=False)[[*ROUTED, *OF_SLOWEST.values()]].mean()

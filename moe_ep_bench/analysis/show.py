@@ -13,8 +13,8 @@ from moe_ep_bench import papers
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import PROGRAMS, Table, render, terminal_width, text, wrapped
 from moe_ep_bench.analysis.notes import WARNING, warnings
-from moe_ep_bench.analysis.store import kind_of
-from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
+from moe_ep_bench.analysis.store import Store, is_validation
+from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, frames, short_table, tables
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, check_known
 from moe_ep_bench.facts.words import modelled_line
 from moe_ep_bench.files import check_folder, write_text
@@ -35,7 +35,7 @@ def show(
 
     Args:
         to: one of ``FORMATS``.
-        views: of ``tables.VIEWS``; the default is the main one of each comparison.
+        views: of ``tables.VIEWS``; the default are the main ones.
 
     Returns:
         The exit status: ``CASES_FAILED`` where something is left out, because it cannot be trusted or was not measured
@@ -58,18 +58,22 @@ def show(
         raise UserError(f"--out {out}: is a directory; expected a file to write")
     if out is not None:
         check_folder(out.parent, "--out: folder")
-    passed_over: list[str] = []
-    others = {path: kind for path in directories if (kind := kind_of(path)) in ("quality", "validation")}
-    for directory, kind in others.items():
+    for directory in filter(is_validation, directories):
         if len(directories) > 1:
-            raise UserError(f"{directory}: holds {kind}; expected such a directory by itself")
-        if views:
-            raise UserError(f"--view: expected none of {directory}, which holds {kind}")
-    text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, passed_over)
-    if out is None:
-        sys.stdout.write(text)
+            raise UserError(f"{directory}: holds validation; expected such a directory by itself")
+        if views or to != "text":
+            raise UserError(f"{directory}: holds validation, shown as text alone; name {directory}/real or /emulated")
+    passed_over: list[str] = []
+    if is_validation(directories[0]):
+        from moe_ep_bench.analysis.equivalence import load_validation, validation_text
+
+        shown = f"{validation_text(load_validation(directories[0]))}\n"
     else:
-        write_text(out, text)
+        shown = shown_text(load(list(directories), passed_over), to, views)
+    if out is None:
+        sys.stdout.write(shown)
+    else:
+        write_text(out, shown)
     return _left_out(passed_over)
 
 
@@ -80,43 +84,24 @@ def _left_out(lines: Sequence[str]) -> int:
     return CASES_FAILED if lines else OK
 
 
-def _text_of_other(directory: Path, to: str) -> str:
-    """What ``validate`` or ``quality`` wrote."""
-    if kind_of(directory) == "quality":
-        return quality_text(directory, to) + "\n" * (to == "text")
-    from moe_ep_bench.analysis.validate import load_validation, validation_text
-
-    if to != "text":
-        raise UserError(f"--format: expected text of a validation, or {directory}/real or /emulated; got {to}")
-    return f"{validation_text(load_validation(directory))}\n"
-
-
-def quality_text(directory: Path, to: str = "text") -> str:
-    """Tables of what ``quality`` wrote, in a format of ``render``."""
-    from moe_ep_bench.analysis.quality import quality_tables, read_quality
-
-    return render(quality_tables(read_quality(directory)), to, width=terminal_width())
-
-
-def _of_store(directories: Sequence[Path], to: str, views: Sequence[str], passed_over: list[str]) -> str:
-    store = load(list(directories), passed_over)
-    frame = cases(store)
+def shown_text(store: Store, to: str = "text", views: Sequence[str] = ()) -> str:
+    """Tables of a store in one of ``FORMATS`` but a page; a view that it lacks is named."""
     if to in PROGRAMS:
-        return render([Table(frame.drop(columns="facts"), ())], to)
+        return render([Table(rows, ()) for rows in frames(store)], to)
     listed = tables(store, views or MAIN)
     for name in (name for name in views if not tables(store, [name])):
         print(f"moe-ep-bench: --view {name}: the run has no such numbers", file=sys.stderr)
     if to != "text":
         return render(listed, to)
-    width = terminal_width()
     line = modelled_line(one.facts for one in store.comparisons)
-    body = "\n\n".join(filter(None, [line, render(listed, to, width=width), count_words(frame)]))
+    body = [line, render(listed, to, width=terminal_width()), count_words(cases(store))]
     others = [name for name in VIEWS if name not in MAIN and tables(store, [name])] if not views else []
-    return "\n\n".join(filter(None, [body, f"more: --view {', '.join(others)}" if others else ""])) + "\n"
+    more = f"more: --view {', '.join(others)}" if others else ""
+    return "\n\n".join(filter(None, [*body, more])) + "\n"
 
 
 def end_of_run(directory: Path) -> str:
-    """What ends ``run``, ``emulate`` and ``route``: the table of policies, three warnings at most, where all lies."""
+    """The end of ``run``, ``emulate`` and ``route``: the table of policies, at most three warnings, where all lies."""
     store = load(directory)
     frame = cases(store)
     listed = [short_table(store, rows) for _, rows in frame.groupby(COMPARISON, sort=False)]

@@ -1,27 +1,22 @@
-"""From directories to a store: of each the comparisons with their typed facts, and a long frame for each table.
+"""From directories to one store: their comparisons with typed facts, their cases, and a frame for each table on disk.
+
+All kinds of results (``run``, ``emulate``, ``route``, ``quality``) are read alike and have one key: directory,
+comparison, case. ``KINDS`` says which tables a kind has. Samples are pivoted here and nowhere else: on disk each phase
+has a row, in the store a column.
 
 Parts are written whole, by this program alone, so their content is trusted where Parquet's checksums hold. Every case
-of run.json must have a status and, where it was measured, its routing. What is not so is one line that names the file:
-raised, or given to who would rather see the rest of a directory; the comparison is then left out. Directories stand
-beside each other and are never pooled: two jobs share no moment.
-
-Comparisons that differ in the seed of their traffic, or in the layer that it is of, become one. A synthetic workload's
-seed decides which experts are busy, and so which of them share a rank. Batches of one seed are alike, seeds are not: an
-interval over one seed's batches says nothing of another. So each seed becomes a further launch, with batches of its
-own, and the interval of a median covers seeds as it covers launches (``timing.statistics.estimate_median``). Seeds of
-several launches stay apart: these are not independent of each other. Layers of a recording, or of counted experts, are
-joined likewise. Layers that were routed without times keep their batches, and are told apart by the column ``layer``.
+of run.json must have a status and, where it was timed, its routing. Anything else is one line that names the file:
+raised, or given to a caller who wants the rest of a directory; the comparison is then left out. Directories stand
+side by side and are never pooled: two jobs share no moment. Draws of one traffic are joined (``draws``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ValidationError
 
+from moe_ep_bench.analysis.draws import Comparison, Read, joined, together
 from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import read_json
@@ -38,13 +34,13 @@ from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import (
-    FRONTIER_SCHEMA,
     HOST,
     HOST_BUSY,
+    IDENTITY,
     PHASES,
     READABLE_VERSIONS,
-    ROUTING_SCHEMA,
     SM_CLOCK,
+    TABLES,
     TOTAL,
     UNACCOUNTED,
 )
@@ -52,20 +48,45 @@ from moe_ep_bench.schema import (
 ITERATION = ["launch", "batch", "iteration"]
 # Top-k pairs that a token does not compute, dropped or rerouted: a column of frames, not of files.
 MISSING = "num_missing_pairs"
-_WORDS = {
-    "kind": pd.CategoricalDtype(["plain", "breakdown"]),
-    "phase": pd.CategoricalDtype([*PHASES, UNACCOUNTED, TOTAL]),
-}
-# Columns of the store's frames; a case has its words already.
-_COLUMNS = {
-    "samples": [*ITERATION, "kind", "rank", "layer", "phase", "time_us", HOST, HOST_BUSY, SM_CLOCK],
-    "routing": [*(field.name for field in ROUTING_SCHEMA if field.type != pa.string()), MISSING],
-    "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
-}
-SEED = "workload.seed"
-LAYER = "workload.layer"
-_JOINED = (SEED, LAYER)
+# Which iteration of which rank, and of a whole model which layer; the columns of a sample's times.
+STEP = ["case", *ITERATION, "kind", "rank", "layer"]
+TIMES = [*PHASES, UNACCOUNTED, TOTAL]
+BESIDE = [HOST, HOST_BUSY, SM_CLOCK]
+_PHASE = pd.CategoricalDtype(TIMES)
 _Type = TypeVar("_Type", bound=BaseModel)
+
+
+class Kind(NamedTuple):
+    """How results of a mode are read: the type of a comparison's facts, and its tables.
+
+    A case that has rows in the first table is done.
+    """
+
+    facts: type[BaseModel]
+    tables: tuple[str, ...]
+
+
+_TIMED = Kind(TimedFacts, ("samples", "routing", "frontier"))
+KINDS = {
+    "run": _TIMED,
+    "emulated": _TIMED,
+    "route": Kind(RoutedFacts, ("routing", "frontier")),
+    "quality": Kind(JudgedFacts, ("quality", "quality_routing")),
+}
+_ALL_TABLES = [*dict.fromkeys(table for kind in KINDS.values() for table in kind.tables)]
+
+
+def _read_columns(table: str) -> list[str]:
+    """Columns that are read of a part: not those that say which case a row is of."""
+    if table == "samples":
+        return [*ITERATION, "kind", "rank", "layer", "phase", "time_us", *BESIDE]
+    of_case = {name for name, _ in IDENTITY} - {"rank", "batch"}
+    more = [MISSING] if "num_topk_pairs" in TABLES[table].schema.names else []
+    return [*(name for name in TABLES[table].schema.names if name not in of_case), *more]
+
+
+# Columns of the store's frames after ``case``.
+COLUMNS = {table: _read_columns(table) for table in _ALL_TABLES} | {"samples": [*STEP[1:], *TIMES, *BESIDE]}
 
 
 class ResultsError(UserError):
@@ -73,43 +94,37 @@ class ResultsError(UserError):
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
-    """What cases on the same batches share, and under which conditions each launch was timed."""
-
-    directory: str
-    comparison_id: str
-    facts: TimedFacts | RoutedFacts
-    run: RunFacts
-    conditions: Mapping[int, Conditions]
-
-
-@dataclass(frozen=True, eq=False)
 class Directory:
-    """Comparisons of one directory in the order of its sweep, and what was recorded of their cases.
+    """Comparisons of one directory in the order of its sweep, and all rows of their cases.
 
     Attributes:
         cases: a row per case in run.json's order: ``comparison``, its place among ``comparisons``; ``case_id``;
             ``facts`` (``CaseFacts``); ``status``, of the schema; ``reason``, why it is not ok. A case that failed
             in one launch failed. Its number, the index, is the column ``case`` of the other frames, which hold
-            ``_COLUMNS`` of the cases that are ok.
-        samples: a row per launch, rank, batch, iteration, kind, layer and phase, at the pace of the slower of device
-            and host (``paced``).
+            ``COLUMNS`` of the cases that are ok; a table that this kind of results lacks is empty.
+        samples: a row per ``STEP``, with ``TIMES`` (microseconds, null where a phase did not occur) at the pace of the
+            slower of device and host (``paced``), and ``BESIDE`` of an iteration in the row that has its total.
         routing: a row per rank, batch and layer.
         frontier: a row per batch and layer, where it was computed.
+        quality, quality_routing: of answers, as in the schema.
     """
 
+    folder: Path
     comparisons: tuple[Comparison, ...]
     cases: pd.DataFrame
     samples: pd.DataFrame
     routing: pd.DataFrame
     frontier: pd.DataFrame
+    quality: pd.DataFrame
+    quality_routing: pd.DataFrame
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Directories beside each other, in the order in which they were named."""
+    """Directories side by side, in the order in which they were named."""
 
     directories: tuple[Directory, ...]
+    are_draws_joined: bool = True
 
     @cached_property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -118,14 +133,6 @@ class Store:
     @cached_property
     def by_id(self) -> dict[tuple[str, str], Comparison]:
         return {(comparison.directory, comparison.comparison_id): comparison for comparison in self.comparisons}
-
-
-class Read(NamedTuple):
-    """A comparison, its cases, and by table their rows, whose column ``case`` is a row of its cases."""
-
-    comparison: Comparison
-    cases: pd.DataFrame
-    frames: dict[str, pd.DataFrame]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -161,19 +168,19 @@ def read_document(path: Path, model: type[_Type]) -> _Type:
 
 def facts_of(path: Path, run: RunFacts) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
     """The comparisons of run.json, and its cases in the config's order, by id."""
-    model = {"route": RoutedFacts, "quality": JudgedFacts}.get(run.mode, TimedFacts)
-    comparisons = {key: typed(model, f"{path}: comparisons.{key}.", told) for key, told in run.comparisons.items()}
-    cases = {key: typed(CaseFacts, f"{path}: cases.{key}.", told) for key, told in run.cases.items()}
+    model = KINDS[run.mode].facts
+    comparisons = {key: typed(model, f"{path}: comparisons.{key}.", facts) for key, facts in run.comparisons.items()}
+    cases = {key: typed(CaseFacts, f"{path}: cases.{key}.", facts) for key, facts in run.cases.items()}
     return comparisons, dict(sorted(cases.items(), key=lambda item: item[1].order))
 
 
-def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """Read columns of a part (None = all); words of samples are categories; routing has ``MISSING``.
+def read_part(table: str, path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Read columns of a part; words of samples are categories; routing has ``MISSING``.
 
     Raises:
         ResultsError: it is damaged.
     """
-    if columns is not None and MISSING in columns:  # Their policies tell what parts of version 4 leave open.
+    if MISSING in columns:  # Their policies tell what parts of version 4 leave open.
         columns = [*columns, "policy", "policy_params"]
     try:
         # Quicker than pq.read_table by half: a part is one small file.
@@ -187,7 +194,7 @@ def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> p
 
 
 def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
-    """Routing with ``MISSING``; of version 4, whose ``num_dropped_pairs`` are all missing ones, told apart.
+    """Routing with ``MISSING``; of version 4, whose ``num_dropped_pairs`` are all missing ones, separated.
 
     A row has sums over tokens, and rerouted is min(missing, added) of each token. The sums tell where nothing is
     missing, nothing is added, or no token may hold more experts than its top-k, so that none adds more than it lacks.
@@ -234,18 +241,13 @@ def _holds_more(name: str | None, params: str, num_experts: int, top_k: float) -
 # ---- directories -----------------------------------------------------------------------------------------------------
 
 
-def kind_of(directory: Path) -> str:
-    """What a directory holds: validation, quality or times, routing included; what cannot be read is the last."""
-    if ValidationDirectory(directory).pairs.is_file():
-        return "validation"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        if read_json(RunDirectory(directory).run_json)["mode"] == "quality":
-            return "quality"
-    return "times"
+def is_validation(directory: Path) -> bool:
+    """Whether a directory holds a real run and an emulated one, side by side."""
+    return ValidationDirectory(directory).pairs.is_file()
 
 
 def load(directories: Path | Iterable[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
-    """Read directories of times or of routing; one that is named twice is read once.
+    """Read directories of results; one that is named twice is read once.
 
     Args:
         passed_over: gets a line for each thing that is left out; None = the first is raised.
@@ -269,12 +271,13 @@ def load(directories: Path | Iterable[Path], passed_over: list[str] | None = Non
         raise ResultsError(lines[0] if lines else "expected a directory, got none")
     if passed_over is not None:
         passed_over += lines
-    return Store(tuple(read))
+    return Store(tuple(read), join_draws)
 
 
-def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Rows of several frames; empty ones, whose columns have no types, are left out."""
-    return pd.concat([rows for rows in parts if len(rows)] or parts[:1], ignore_index=True)
+@lru_cache(maxsize=2)
+def with_draws_apart(store: Store) -> Store:
+    """The same directories, each draw of a traffic a comparison of its own."""
+    return load([one.folder for one in store.directories], [], join_draws=False) if store.are_draws_joined else store
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
@@ -291,23 +294,20 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
 
 def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Directory | None, list[str]]:
     """All comparisons that can be read, None where there are none, and a line for each thing that is left out."""
-    files, kind = RunDirectory(folder), kind_of(folder)
-    if kind == "validation":
+    if is_validation(folder):
         raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
-    if kind == "quality":
-        raise ResultsError(
-            f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
-        )
+    files = RunDirectory(folder)
     run = read_document(files.run_json, RunFacts)
     facts, listed = facts_of(files.run_json, run)
-    paths = {table: files.parts(table) for table in _COLUMNS}
+    paths = {table: files.parts(table) for table in KINDS[run.mode].tables}
     read: list[Read] = []
     lines: list[str] = []
     for key in sorted(facts, key=lambda key: _place_in_sweep(facts[key])):
         cases = {case_id: case for case_id, case in listed.items() if case.comparison_id == key}
         of_comparison = {table: of_table.get(key, []) for table, of_table in paths.items()}
         try:
-            read.append(_read_comparison(files, of_comparison, (name, key), facts[key], run, cases, lines))
+            comparison = Comparison(name, key, facts[key], run, {})
+            read.append(_read_comparison(files, of_comparison, comparison, cases, lines))
         except ResultsError as error:
             lines.append(str(error))
     tried = [case for one in read for case in one.cases.itertuples()]
@@ -316,74 +316,73 @@ def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Direct
             return None, lines
         first = f"{tried[0].facts.label}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
         raise ResultsError(f"{folder}: no case was measured; {first}")
-    read = _with_draws_joined(read) if join_draws else read
+    read = joined(read) if join_draws else read
     cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
     if not (cases["status"] == "ok").any():
         raise ResultsError(f"{folder}: no case was measured under every seed of its traffic")
     begins = np.cumsum([0, *(len(one.cases) for one in read)])
     frames = {
-        table: _together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
-        for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
+        table: together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
+        for table, parts in ((table, [one.frames[table] for one in read]) for table in _ALL_TABLES)
     }
-    return Directory(tuple(one.comparison for one in read), cases, **frames), lines
+    return Directory(folder, tuple(one.comparison for one in read), cases, **frames), lines
 
 
-def _place_in_sweep(facts: TimedFacts | RoutedFacts) -> tuple[list[tuple[bool, Any]], int]:
-    """Sorts comparisons by the values of their swept keys, numbers before words, then by the config's order."""
+def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts) -> tuple[list[tuple[bool, Any]], int]:
+    """Sorts comparisons: timed ones by the values of their swept keys, numbers before words; others by the config."""
     point = facts.point if isinstance(facts, TimedFacts) else {}
     values = [point[key] for key in sorted(point)]
     places = [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
-    return places, facts.order if isinstance(facts, RoutedFacts) else 0
+    return places, 0 if isinstance(facts, TimedFacts) else facts.order
 
 
 def _read_comparison(
     files: RunDirectory,
     paths: Mapping[str, Sequence[Path]],
-    key: tuple[str, str],
-    facts: TimedFacts | RoutedFacts,
-    run: RunFacts,
+    comparison: Comparison,
     listed: Mapping[str, CaseFacts],
     lines: list[str],
 ) -> Read:
     """Read all parts of a comparison; ``lines`` gets what the run has not come to.
 
+    Args:
+        paths: of its parts, by table; rows of the first make a case done.
+
     Raises:
         ResultsError: a part cannot be read, or a measured case lacks its routing.
     """
-    parts: dict[str, list[pd.DataFrame]] = {}
-    for table, columns in _COLUMNS.items():
-        more = ["status", "reason"] if table == "samples" else []
-        parts[table] = [read_part(table, path, ["case_id", *columns, *more]) for path in paths[table]]
-    is_timed = isinstance(facts, TimedFacts)
-    routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
-    routed_ok = pd.DataFrame({"case_id": list(routed), "status": "ok", "reason": None})
-    told = (_statuses(parts["samples"]) if is_timed else routed_ok).set_index("case_id")
-    cases = pd.DataFrame({"case_id": list(listed), "facts": list(listed.values())}).join(told, on="case_id")
+    first, key = next(iter(paths)), comparison.comparison_id
+    parts: dict[str, list[pd.DataFrame]] = {table: [] for table in _ALL_TABLES}
+    for table, of_table in paths.items():
+        more = ["case_id", *(["status", "reason"] if table == first else [])]
+        parts[table] = [read_part(table, path, [*more, *_read_columns(table)]) for path in of_table]
+    done = _statuses(parts[first]).set_index("case_id")
+    cases = pd.DataFrame({"case_id": list(listed), "facts": list(listed.values())}, dtype=object)
+    cases = cases.join(done, on="case_id")
     missing, cases = cases[cases["status"].isna()], cases[cases["status"].notna()].reset_index(drop=True)
     if len(missing):
-        path = files.path("samples", key[1], 0) if is_timed else files.path("routing", key[1])
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         left = f"no rows of {missing['facts'].iloc[0].label}{more}; the run did not finish: start it again to go on"
-        lines.append(f"{path}: {left}")
+        lines.append(f"{files.path(first, key, 0 if first == 'samples' else None)}: {left}")
     ok = cases[cases["status"] == "ok"]
-    for case in ok[~ok["case_id"].isin(routed)].itertuples():
-        raise ResultsError(f"{files.path('routing', key[1])}: no rows of {case.facts.label}, which was measured")
+    routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
+    for case in ok[~ok["case_id"].isin(routed)].itertuples() if "routing" in paths else ():
+        raise ResultsError(f"{files.path('routing', key)}: no rows of {case.facts.label}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
-    frames["samples"] = paced(frames["samples"])
     launches = {int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any() for part in parts["samples"]}
     conditions = {
         launch: read_document(path, Conditions)
         for launch, is_measured in launches.items()
-        if is_measured and (path := files.conditions(key[1], launch)).is_file()
+        if is_measured and (path := files.conditions(key, launch)).is_file()
     }
-    return Read(Comparison(*key, facts, run, conditions), cases, frames)
+    return Read(replace(comparison, conditions=conditions), cases, frames)
 
 
 def _statuses(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Status and reason of each case: those of the first launch in which it is not ok."""
     columns = ["case_id", "launch", "status", "reason"]
-    told = [part[columns].drop_duplicates().astype(object) for part in parts]
-    rows = pd.concat([pd.DataFrame(columns=columns), *told])
+    of_parts = [part.reindex(columns=columns).drop_duplicates().astype(object) for part in parts]
+    rows = pd.concat([pd.DataFrame(columns=columns), *of_parts])
     if len(parts) > 1:
         where = "launch " + (rows["launch"] + 1).astype(str) + ": "
         rows["reason"] = (where + rows["reason"].astype(str)).where(rows["status"] != "ok", None)
@@ -393,38 +392,56 @@ def _statuses(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _rows_of(table: str, parts: Sequence[pd.DataFrame], ok: pd.DataFrame) -> pd.DataFrame:
     """The rows of cases that are ok, of all parts of a table."""
-    frames = [pd.DataFrame(columns=["case", *_COLUMNS[table]])]
+    frames = [pd.DataFrame(columns=["case", *COLUMNS[table]])]
     for part in parts:
         place_N = pd.Index(ok["case_id"]).get_indexer(part["case_id"])
         rows = part[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
-        rows = rows.reindex(columns=frames[0].columns)  # Parts of earlier versions lack some.
-        if table == "samples":
-            rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
-        frames.append(rows)
-    return _together(frames)
+        rows = pivoted(rows) if table == "samples" else rows
+        frames.append(rows.reindex(columns=frames[0].columns))  # Parts of earlier versions lack some.
+    rows = together(frames)
+    return paced(rows) if table == "samples" else rows
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def pivoted(rows: pd.DataFrame) -> pd.DataFrame:
+    """Samples with a column for each of ``TIMES``, of rows that have ``phase`` and ``time_us``."""
+    step_N = rows.groupby(STEP, sort=False, dropna=False, observed=True).ngroup().to_numpy()
+    first_S = np.unique(step_N, return_index=True)[1]
+    times_SC = np.full((len(first_S), len(TIMES)), np.nan)
+    times_SC[step_N, rows["phase"].astype(_PHASE).cat.codes] = rows["time_us"]
+    is_total_N = rows["phase"].eq(TOTAL).to_numpy()
+    beside_SC = np.full((len(first_S), len(BESIDE)), np.nan)
+    beside_SC[step_N[is_total_N]] = rows.loc[is_total_N].reindex(columns=BESIDE).astype(float)
+    steps = rows[STEP].iloc[first_S].reset_index(drop=True)
+    steps = steps.astype({"rank": int, "batch": int, "iteration": int, "layer": float})
+    numbers = pd.DataFrame(np.hstack([times_SC, beside_SC]), columns=[*TIMES, *BESIDE])
+    return pd.concat([steps, numbers], axis=1)
+
+
+def melted(samples: pd.DataFrame) -> pd.DataFrame:
+    """Samples with a row for each phase that occurred, as on disk: ``phase``, ``time_us``; ``BESIDE`` of totals."""
+    rows = samples.melt([*STEP, *BESIDE], TIMES, "phase", "time_us").dropna(subset="time_us")
+    return rows.assign(**rows[BESIDE].where(rows["phase"].eq(TOTAL)))
 
 
 def paced(samples: pd.DataFrame) -> pd.DataFrame:
     """Samples in which a case takes as long as the slower of its device and its host, in each batch of a rank.
 
-    A server's layers follow each other no faster than either. Which of them is the slower is told by their medians over
-    iterations: where they alternate, the larger of each iteration would be more than either takes. Of breakdown
-    iterations, what the host takes beyond the device is unaccounted for.
+    A server's layers follow each other no faster than either. Which of them is the slower is decided by their medians
+    over iterations: where they alternate, the larger of each iteration would be more than either takes. Time that the
+    host takes beyond the device is unaccounted for in breakdown iterations.
     """
-    totals = samples[samples["phase"].eq(TOTAL) & samples[HOST_BUSY].notna()]
+    totals = samples[samples[TOTAL].notna() & samples[HOST_BUSY].notna()]
     cell = ["case", "launch", "batch", "rank", "kind"]
-    of_cell = totals.groupby(cell, observed=True)[["time_us", HOST_BUSY]].transform("median")
-    totals = totals[of_cell[HOST_BUSY] > of_cell["time_us"]]
-    if totals.empty:
-        return samples
-    beyond_us = (totals[HOST_BUSY] - totals["time_us"]).astype(float)
-    time_us = samples["time_us"].astype(float)
-    time_us[totals.index] += beyond_us
-    step = [*cell, "iteration"]
-    rest = samples.loc[samples["phase"].eq(UNACCOUNTED), step].reset_index(names="row")
-    rest = rest.merge(totals[step].assign(beyond_us=beyond_us), on=step)
-    time_us[rest["row"]] += rest["beyond_us"].to_numpy()
-    return samples.assign(time_us=time_us)
+    of_cell = totals.groupby(cell, observed=True)[[TOTAL, HOST_BUSY]].transform("median")
+    totals = totals[of_cell[HOST_BUSY] > of_cell[TOTAL]]
+    beyond_us = (totals[HOST_BUSY] - totals[TOTAL]).reindex(samples.index, fill_value=0.0)
+    return samples.assign(**samples[[TOTAL, UNACCOUNTED]].astype(float).add(beyond_us, axis=0))
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
 def jobs(store: Store) -> pd.DataFrame:
@@ -440,103 +457,3 @@ def jobs(store: Store) -> pd.DataFrame:
         for run_id, job in sorted(run.runs.items(), key=lambda item: (str(item[1].created), item[0]))
     ]
     return pd.DataFrame(rows)
-
-
-# ---- draws of the traffic --------------------------------------------------------------------------------------------
-
-
-def _with_draws_joined(read: Iterable[Read]) -> list[Read]:
-    """Comparisons joined, each under the id of its first, or of the group of routed layers."""
-    groups: dict[str, list[Read]] = {}
-    for one in read:
-        groups.setdefault(_alike(one), []).append(one)
-    return [_joined(members) for members in groups.values()]
-
-
-def _alike(one: Read) -> str:
-    """What comparisons that are joined have alike; what a seed achieved may differ, what was asked for may not."""
-    facts = one.comparison.facts
-    if isinstance(facts, RoutedFacts):
-        return facts.group
-    if not _drawn(one.comparison) or one.frames["samples"]["launch"].nunique() > 1:
-        return one.comparison.comparison_id
-    targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
-    asked = [_point(one.comparison), [*_drawn(one.comparison)], facts.workload.kind, targets]
-    asked.append(facts.workload.skew and facts.workload.skew.model_dump())
-    apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
-    apart |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
-    return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
-
-
-def _point(comparison: Comparison) -> dict[str, object]:
-    """The point of the sweep without what is joined."""
-    return {key: value for key, value in comparison.facts.point.items() if key not in _drawn(comparison)}
-
-
-def _drawn(comparison: Comparison) -> dict[str, int]:
-    """What is joined of the point of the sweep."""
-    return {key: value for key in _JOINED if isinstance(value := comparison.facts.point.get(key), int)}
-
-
-def _joined(members: Sequence[Read]) -> Read:
-    """One of several: cases by what they are, launch after launch and batch after batch, or layer beside layer.
-
-    A case that failed for one seed failed; one that a routed layer lacks is left out.
-    """
-    comparison = members[0].comparison
-    is_routed = isinstance(comparison.facts, RoutedFacts)
-    if len(members) == 1 and not is_routed:
-        return members[0]
-    listed, parts, begin = [], {table: [] for table in members[0].frames}, 0
-    for launch, (of_member, cases, frames) in enumerate(members):
-        about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
-        keys = pd.Series([json.dumps(words, sort_keys=True) for words in about], cases.index)
-        listed.append(cases.assign(key=keys))
-        given = {"layer": of_member.facts.layer} if is_routed else {"launch": launch}
-        for table, rows in frames.items():
-            own = {name: value for name, value in given.items() if name in rows and value is not None}
-            parts[table].append(rows.assign(case=rows["case"].map(keys), batch=rows["batch"] + begin, **own))
-        begin += 0 if is_routed else of_member.facts.num_batches
-    cases = pd.concat(listed)
-    if is_routed:
-        cases = cases[cases.groupby("key")["key"].transform("size") == len(members)]
-    cases = cases.sort_values("status", key=lambda status: status == "ok", kind="stable")
-    cases = cases.drop_duplicates("key", ignore_index=True)
-    numbers = pd.Series(cases.index, cases["key"])[(cases["status"] == "ok").to_numpy()]
-    joined_frames = {}
-    for table, of_table in parts.items():
-        rows = _together(of_table)
-        rows = rows[rows["case"].isin(numbers.index)]
-        joined_frames[table] = rows.assign(case=rows["case"].map(numbers).astype(int))
-    return Read(_shared([one.comparison for one in members]), cases.drop(columns="key"), joined_frames)
-
-
-def _shared(members: Sequence[Comparison]) -> Comparison:
-    """What the cases of several comparisons share; conditions of each are those of a launch."""
-    first, facts = members[0], members[0].facts
-    if isinstance(facts, RoutedFacts):
-        first = min(members, key=lambda comparison: comparison.facts.layer or 0)
-        return replace(first, comparison_id=facts.group)
-    num_batches = sum(comparison.facts.num_batches for comparison in members)
-    swept = {key: {_drawn(one)[key] for one in members} for key in _drawn(first)}
-    draws = len(members) if SEED in swept else 1
-
-    def of_all(words: str) -> str:
-        """Words of the first comparison, said of all."""
-        words = words.replace(", one draw", f", {draws} draws")
-        for key, values in swept.items():
-            name = key.rpartition(".")[2]
-            several = f"{len(values)} {name}s from {min(values)} to {max(values)}"
-            words = re.sub(rf"\b{name} {facts.point[key]}\b", several, words, count=1)
-        return words
-
-    shared = {
-        "title": of_all(facts.title),
-        "workload": facts.workload.model_copy(update={"description": of_all(facts.workload.description)}),
-        "point": _point(first),
-        "num_batches": num_batches,
-        "draws": draws,
-        "layers": len(swept.get(LAYER, [0])),
-    }
-    conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
-    return replace(first, facts=facts.model_copy(update=shared), conditions=conditions)

@@ -1,6 +1,7 @@
 """The tables of results: a view is columns of a frame, which of its rows, and in which order.
 
 ``show`` and the page print views; a view is added by a row of ``VIEWS``, a column by a row of ``columns.COLUMNS``.
+Every view is made of a store, whatever kinds of results it holds: where it has no rows there is no table.
 """
 
 from __future__ import annotations
@@ -11,43 +12,87 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, differs_from_topk, kind_of, ranks
-from moe_ep_bench.analysis.columns import COLUMNS, COSTS, LOST, Column, Table, cut_labels, lost_shown, short_labels
-from moe_ep_bench.analysis.notes import leaves_idle, notes
+from moe_ep_bench.analysis.answer_costs import orderings_met, tasks, texts
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, differs_from_topk, ranks
+from moe_ep_bench.analysis.columns import (
+    COLUMNS,
+    COSTS,
+    LOST,
+    NONE,
+    Column,
+    Row,
+    Table,
+    cut_labels,
+    lost_shown,
+    missing,
+    number,
+    percentage,
+    short_labels,
+    text,
+)
+from moe_ep_bench.analysis.notes import chance_words, leaves_idle, notes
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts.words import scale_words
-from moe_ep_bench.timing.statistics import BELOW_MODEL
+from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
+# Conditions of the comparisons that a view is of.
+_TIMED, _ROUTED = "mode in ('run', 'emulated')", "mode == 'route'"
+_LAYER, _MODEL = f"scope == 'layer' and {_TIMED}", f"scope == 'model' and {_TIMED}"
+
+
+def _title(_: Store, rows: pd.DataFrame) -> str:
+    """A comparison with how, on what and in which form it came about."""
+    facts = rows.iloc[0]
+    if facts["mode"] == "route":
+        batches = f"{facts['num_batches']:.0f} batch{'es' if facts['num_batches'] > 1 else ''}"
+        return f"{facts['title']}: {facts['how']}, {batches}"
+    layer_only = facts["scope"] == "layer" and facts["num_replicas"] > 1
+    replicas = f" x {facts['num_replicas']:.0f} replicas" if layer_only else ""
+    on = ", ".join(filter(None, (facts["ran_on"], facts["links_words"])))
+    how = f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}"
+    return f"{facts['title']}: {how}, {facts['dtype']}, {scale_words(facts['scale'])}"
+
+
+def _notes(store: Store, rows: pd.DataFrame) -> list[str]:
+    """All notes of a comparison."""
+    return notes(store, *rows[COMPARISON].iloc[0])
 
 
 @dataclass(frozen=True)
 class View:
-    """A table of one comparison.
+    """A table of each group of a frame's rows.
 
     Attributes:
-        of: the comparisons that have it: layer, model, route.
-        columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
+        columns: names, of ``COLUMNS`` or the frame, or columns of its own; those without a value in any row are left
+            out.
+        frame: of a store; its groups ``by``, mostly comparisons, are a table each.
+        where: a condition (``conditions``): which rows of the frame it is of; empty = all.
+        rows: the rows that it shows, of a store and a group's.
         headers: other headers than ``COLUMNS`` has, by name.
-        where: a condition (``conditions``); empty = all rows.
-        rows: the frame, of a store and the comparison's rows of ``cases``.
-        notes: below the table; None = all notes of the comparison.
+        alike: columns that are left out where all rows have one value.
+        title: words behind the comparison's own title; or of a store and a group's rows the title.
+        notes: below the table; or of a store and a group's rows.
+        short: columns of the table at the end of a run, between the policy and its costs.
     """
 
-    of: str
-    columns: Sequence[str]
-    headers: dict[str, str] = field(default_factory=dict)
+    columns: Sequence[str | Column]
+    frame: Callable[[Store], pd.DataFrame] = cases
+    by: Sequence[str] = tuple(COMPARISON)
     where: str = ""
-    title: str = ""
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
-    notes: Sequence[str] | None = ()
+    headers: dict[str, str] = field(default_factory=dict)
+    alike: Sequence[str] = ()
+    title: str | Callable[[Store, pd.DataFrame], str] = _title
+    notes: Sequence[str] | Callable[[Store, pd.DataFrame], Sequence[str]] = _notes
+    short: Sequence[str] = ()
 
 
 def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataFrame:
-    """Of one comparison native and the policy that gains most, a row per rank.
+    """A row per rank, of native and the policy that gains most of one comparison.
 
     Columns: of the case; ``rank``; ``hostname``; ``<group>_ms`` of its phases, median over breakdown iterations,
     waiting less what its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under
@@ -65,28 +110,91 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     return shown[shown["rank"].isin(longest)].assign(hostname=lambda rows: rows["rank"].map(hosts))
 
 
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.0) -> Column:
+    """A number and behind it its error, where there is one: ``+0.30 +-0.02``."""
+
+    def cell(row: Row) -> str:
+        if missing(row[name]):
+            return NONE
+        shown = form.format(scale * row[name])
+        return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
+
+    return Column(name, header, cell=cell)
+
+
+def _in_short(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with labels as tables have room for them; files hold them whole."""
+    return rows.assign(label=short_labels(rows["label"]))
+
+
+def _metric_words(row: Row) -> str:
+    """A task's metric, with the filter of its answers where there is one."""
+    return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
+
+
+def _about(store: Store, rows: pd.DataFrame) -> pd.Series:
+    """The facts of the comparison that rows are of."""
+    return comparisons(store).set_index(COMPARISON)["facts"][tuple(rows[COMPARISON].iloc[0])]
+
+
+def _text_title(store: Store, rows: pd.DataFrame) -> str:
+    num_ranks = _about(store, rows)["num_ranks"]
+    return f"{rows['title'].iloc[0]}: answers of the whole model, routing of {num_ranks} virtual ranks; not timed"
+
+
+def _text_notes(_: Store, rows: pd.DataFrame) -> list[str]:
+    interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
+    if (least := rows["num_batches"].min()) < MIN_BATCHES:
+        interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
+    return [f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"]
+
+
+def _claim_notes(_: Store, rows: pd.DataFrame) -> list[str]:
+    return [
+        "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
+        "95 % interval, Student's t over batches, of all checkpoints over their means",
+        *chance_words(len(rows)),
+    ]
+
+
+def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
+    facts = _about(store, rows)
+    lines = [
+        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+        "number is their mean; that requests of a batch share their routing is not in them",
+        f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
+        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
+    ]
+    limit = facts["limit"]
+    return lines if limit is None else [*lines, f"the first {limit:.0f} questions of each task only"]
+
+
+# ---- the views -------------------------------------------------------------------------------------------------------
+
 VIEWS = {
     "layer": View(
-        "layer",
         (
             *("label", "median_ms", "speedup_median", "over_topk_median", "verdict", *COSTS, "slowest_group_ms"),
             *("p90_ms", "p99_ms", "pass_ms", "tokens_per_s_per_rank", "below_frontier", "below_frontier_experts"),
             *("output_error", "extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
-        notes=None,
+        where=_LAYER,
+        short=("median_ms", "speedup_median", "over_topk_median", "verdict"),
     ),
     "model": View(
-        "model",
         (
             *("label", "median_ms", "speedup_median", "over_topk_median", "verdict", *COSTS, "slowest_group_ms"),
             *("p90_ms", "moe_ms", "moe_share", "moe_speedup_median", "by_amdahl", "policy_ms"),
             *("tokens_per_s", "tokens_per_s_per_rank"),
         ),
-        {"median_ms": "pass", "speedup_median": "end to end"},
-        notes=None,
+        where=_MODEL,
+        headers={"median_ms": "pass", "speedup_median": "end to end"},
+        short=("median_ms", "speedup_median", "over_topk_median", "verdict"),
     ),
     "route": View(
-        "route",
         (
             *(
                 "label",
@@ -100,10 +208,53 @@ VIEWS = {
             *("below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts"),
             *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib"),
         ),
-        notes=None,
+        where=_ROUTED,
+        short=("fullest_expert", "fullest_rank", "activated_experts", "rank_imbalance"),
+    ),
+    "texts": View(
+        (
+            *("label", text("phase"), number("perplexity", "ppl", "{:.2f}")),
+            _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
+            number("kl", "KL nats", "{:.4f}"),
+            percentage("agreement", "top-1 agree"),
+            *LOST,
+            percentage("retained_mass_topk", "mass kept"),
+            *("experts_per_token", "activated_experts", "fullest_rank"),
+        ),
+        frame=texts,
+        rows=_in_short,
+        title=_text_title,
+        notes=_text_notes,
+    ),
+    "claims": View(
+        (
+            *(text("claim"), text("better", "A"), text("worse", "B")),
+            _with_error("worse_costs_more", "half_width", "B costs more", "{:+.4f}"),
+            text("verdict"),
+            Column("agree", "checkpoints", cell=lambda row: f"{row['agree']} of {row['checkpoints']}"),
+        ),
+        frame=orderings_met,
+        by=("directory", "group"),
+        title=lambda _, rows: f"Papers' claims on {rows['comparison'].iloc[0]}",
+        notes=_claim_notes,
+    ),
+    "tasks": View(
+        (
+            *("label", text("task")),
+            Column("metric", "metric", cell=_metric_words),
+            *(number("num_fewshot", "shots", "{}"), number("num_samples", "questions", "{:,}")),
+            _with_error("value", "stderr", "score %", "{:.1f}", 100),
+            _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
+            *LOST,
+            percentage("retained_mass_topk", "mass kept"),
+        ),
+        frame=tasks,
+        rows=_in_short,
+        alike=("task",),
+        title=lambda _, rows: rows["title"].iloc[0],
+        notes=_task_notes,
     ),
     "phases": View(
-        "layer model",
         (
             *("label", "fullest_expert", "fullest_rank", "fullest_tokens", "slowest_group_fullest_rank"),
             "breakdown_layer_ms",
@@ -111,7 +262,7 @@ VIEWS = {
             *(f"mean_rank_{part}_ms" for part in PASS_PARTS),
             *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),
         ),
-        where="status == 'ok'",
+        where=f"status == 'ok' and {_TIMED}",
         title="loads and phases",
         notes=(
             "fullest expert, fullest rank: pairs over native's mean",
@@ -120,8 +271,8 @@ VIEWS = {
         ),
     ),
     "ranks": View(
-        "layer model",
         ("label", "rank", *(f"{group}_ms" for group in GROUPS), "hostname"),
+        where=_TIMED,
         title="ranks under native and the fastest policy",
         rows=by_rank,
         notes=(
@@ -130,69 +281,69 @@ VIEWS = {
         ),
     ),
     "sent": View(
-        "route layer model",
         ("label", "sent_pairs", "sent_copies", "sent_node_copies", "fullest_rank", *COSTS),
-        where="status == 'ok'",
-        title="what a token sends",
+        where=f"status == 'ok' and ({_TIMED} or {_ROUTED})",
+        title="copies that a token sends",
         notes=(
             "pairs sent, rank copies, node copies: of a token, to other ranks or nodes, as NCCL's all-to-all, DeepEP "
             "inside a node and DeepEP between nodes send it",
         ),
     ),
 }
-MAIN = ("layer", "model", "route")
+MAIN = ("layer", "model", "route", "texts", "claims", "tasks")
 
 
 def tables(store: Store, views: Sequence[str] = MAIN) -> list[Table]:
-    """Views of every comparison."""
-    shown = [
-        table_of(store, VIEWS[name], rows)
-        for _, rows in cases(store).groupby(COMPARISON, sort=False)
-        for name in views
-        if kind_of(rows) in VIEWS[name].of.split()
+    """Views of a store: of each frame all views of a comparison, then of the next."""
+    made = []
+    for frame_of, by in dict.fromkeys((VIEWS[name].frame, tuple(VIEWS[name].by)) for name in views):
+        own = [VIEWS[name] for name in views if VIEWS[name].frame is frame_of]
+        frame = frame_of(store)
+        for _, rows in frame.groupby(list(by), sort=False) if len(frame) else ():
+            made += [table_of(store, view, rows) for view in own]
+    return [table for table in made if len(table.columns) > 1]
+
+
+def frames(store: Store) -> list[pd.DataFrame]:
+    """All rows that the main views are of, with all columns: what programs read."""
+    of_frame: dict[Callable[[Store], pd.DataFrame], list[str]] = {}
+    for name in MAIN:
+        of_frame.setdefault(VIEWS[name].frame, []).append(VIEWS[name].where)
+    found = [
+        matching(frame_of(store), " or ".join(f"({where})" for where in filter(None, conditions)))
+        for frame_of, conditions in of_frame.items()
     ]
-    return [table for table in shown if len(table.columns) > 1]
+    return [rows.drop(columns="facts", errors="ignore") for rows in found]
 
 
 def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
-    """A view of one comparison; without columns where it has no rows."""
-    frame = view.rows(store, rows)
-    if view.where:
-        frame = frame.reindex(columns=list(dict.fromkeys([*frame, *view.columns])))
-        frame = matching(frame, view.where)
+    """A view of one group of rows; without columns where it has none."""
+    named = [column for column in view.columns if isinstance(column, str)]
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *named])))
+    rows = matching(rows, view.where)
+    frame = view.rows(store, rows) if len(rows) else rows
     if frame.empty:
         return Table(frame, ())
-    facts = rows.iloc[0]
-    lines = view.notes if view.notes is not None else notes(store, facts["directory"], facts["comparison_id"])
-    return Table(
-        frame.assign(instead=_reasons(frame)) if "status" in frame else frame,
-        _columns_of(view, frame),
-        f"{facts['title']}: {view.title}" if view.title else _title(facts),
-        lines,
-        "instead" if "status" in frame else None,
-    )
+    title = view.title(store, rows) if callable(view.title) else f"{rows['title'].iloc[0]}: {view.title}"
+    lines = view.notes(store, rows) if callable(view.notes) else view.notes
+    instead = "instead" if "status" in frame else None
+    frame = frame.copy().assign(instead=_reasons(frame)) if instead else frame  # of one piece
+    return Table(frame, _columns_of(view, frame), title, lines, instead)
 
 
 def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
     """The view's columns that say something."""
-    names = [name for name in view.columns if name in frame and frame[name].notna().any()]
+    own = {column.name: column for column in view.columns if isinstance(column, Column)}
+    names = [column if isinstance(column, str) else column.name for column in view.columns]
+    names = [name for name in names if frame[name].notna().any()]
+    silent = {name for name in view.alike if frame[name].nunique(dropna=False) == 1}
     if "missing_share" in names:
-        names = [name for name in names if name not in LOST or name in lost_shown(frame)]
+        silent |= set(LOST) - set(lost_shown(frame))
     if "activated_fullest_rank" in names and not leaves_idle(frame):
-        names = [name for name in names if name not in ("activated_fullest_rank", "below_frontier_experts")]
-    return [replace(COLUMNS[name], header=view.headers.get(name, COLUMNS[name].header)) for name in names]
-
-
-def _title(facts: pd.Series) -> str:
-    """A comparison with how, on what and in which form it came about."""
-    if facts["mode"] == "route":
-        batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
-        return f"{facts['title']}: {facts['how']}, {batches}"
-    layer_only = facts["scope"] == "layer" and facts["num_replicas"] > 1
-    replicas = f" x {facts['num_replicas']:.0f} replicas" if layer_only else ""
-    on = ", ".join(filter(None, (facts["ran_on"], facts["links_words"])))
-    how = f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}"
-    return f"{facts['title']}: {how}, {facts['dtype']}, {scale_words(facts['scale'])}"
+        silent |= {"activated_fullest_rank", "below_frontier_experts"}
+    known = {**COLUMNS, **own}
+    headed = {name: view.headers.get(name, known[name].header) for name in names if name not in silent}
+    return [replace(known[name], header=header) for name, header in headed.items()]
 
 
 def _reasons(rows: pd.DataFrame) -> pd.Series:
@@ -203,30 +354,30 @@ def _reasons(rows: pd.DataFrame) -> pd.Series:
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:
-    """What the end of a run prints of a comparison: columns that fit 100 characters.
+    """The table of a comparison at the end of a run: columns that fit 100 characters.
 
-    Where the speedup over ``topk`` is another than the one over native both stand there, without intervals.
+    Where the speedup over ``topk`` is another than the one over native both are there, without intervals.
     """
-    kind = kind_of(rows)
-    load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
-    both = ("speedup_median", "over_topk_median") if kind != "route" and differs_from_topk(rows).any() else ()
-    times = ("median_ms", *(both or ("speedup_median",)), "verdict")
-    numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else times
+    main = next(VIEWS[name] for name in MAIN if VIEWS[name].frame is cases and len(matching(rows, VIEWS[name].where)))
+    idle, over_topk = leaves_idle(rows), differs_from_topk(rows).any()
+    left_out = {"rank_imbalance" if idle else "activated_experts", *([] if over_topk else ["over_topk_median"])}
     rows = rows.assign(
-        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH - len(both)),
+        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH - 2 * over_topk),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
-    headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
+    headers = {**main.headers, "retained_mass": "kept"}
     if len(lost_shown(rows)) > 1:
         headers |= {"dropped_share": "drop", "rerouted_share": "reroute"}
-    view = replace(VIEWS[kind], columns=("label", *numbers, *COSTS), headers=headers, notes=())
+    numbers = [name for name in main.short if name not in left_out]
+    view = replace(main, columns=("label", *numbers, *COSTS), headers=headers, notes=())
     table = table_of(store, view, rows)
-    columns = [replace(column, cell=None) if column.name in both else column for column in table.columns]
+    alone = {"speedup_median", "over_topk_median"} if over_topk else ()
+    columns = [replace(column, cell=None) if column.name in alone else column for column in table.columns]
     return replace(table, columns=columns, title=rows["title"].iloc[0])
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each comparison the policy with the largest speedup; ``topk`` has native's routing, and is none."""
+    """The policy with the largest speedup in each comparison; ``topk`` has native's routing, and is none."""
     policies = frame[(frame["role"] == "policy") & (frame["policy"] != "topk") & frame["speedup_median"].notna()]
     return policies.loc[policies.groupby(COMPARISON, sort=False)["speedup_median"].idxmax()]
 

@@ -1,4 +1,4 @@
-"""Run a config on real ranks and emulate as many on this machine, for ``analysis.validate`` to compare.
+"""Run a config on real ranks and emulate as many on this machine, for ``analysis.equivalence`` to compare.
 
 Both into one directory, each skipped where it was finished before. The emulation has a process of its own, with as many
 compute threads as one real rank has. Its links are those that ``calibrate`` measured between these ranks.
@@ -38,7 +38,7 @@ def validate(
 ) -> int:
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
-    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.validate`` reads it.
+    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.equivalence`` reads it.
 
     That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
     else the status of the step that failed.

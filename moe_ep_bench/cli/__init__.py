@@ -183,7 +183,7 @@ def _route(options: Namespace) -> int:
 
 
 def _validate(options: Namespace) -> int:
-    from moe_ep_bench.analysis.validate import write_validation
+    from moe_ep_bench.analysis.equivalence import write_validation
     from moe_ep_bench.bench.paired_run import validate
 
     out = _out(options, "-validated")
@@ -211,7 +211,7 @@ def _papers(options: Namespace) -> int:
     status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
 
     def report() -> str:
-        from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.paper_claims import load_claims, write_claims
         from moe_ep_bench.analysis.plot import draw_claims
 
         claims = load_claims(out)
@@ -222,17 +222,16 @@ def _papers(options: Namespace) -> int:
 
 
 def _quality(options: Namespace) -> int:
+    from moe_ep_bench.analysis.cases import load
     from moe_ep_bench.analysis.plot import draw_all
-    from moe_ep_bench.analysis.quality import read_quality
-    from moe_ep_bench.analysis.show import quality_text
+    from moe_ep_bench.analysis.show import shown_text
     from moe_ep_bench.quality.session import run_quality
 
     out = _out(options)
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
-        print(quality_text(out))
-        if read_quality(out).has_texts:
-            print(draw_all(out))
+        print(shown_text(load(out)), end="")
+        print(draw_all(out))
     return OK
 
 

@@ -461,8 +461,8 @@ class Pairs(JsonRecord):
 # ---- origins ---------------------------------------------------------------------------------------------------------
 
 
-def origin_of(run: RunFacts, facts: ComparisonFacts) -> str:
-    """One of ``ORIGINS``; routed where there are no times."""
+def origin_of(run: RunFacts, facts: ComparisonFacts | JudgedFacts) -> str | None:
+    """One of ``ORIGINS``; routed where there are no times, None of answers."""
     if isinstance(facts, TimedFacts) and facts.device is not None:
         return PARTLY_ELSEWHERE if facts.is_elsewhere else "modelled"
-    return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
+    return {"run": "measured", "emulated": "emulated", "route": "routed"}.get(run.mode)

@@ -3,8 +3,8 @@
 A claim is about all points of the config's sweep that it names. Those that differ only in their traffic stand side by
 side: ``workload.skew`` and ``workload.peak_load``, and recordings beside both. Those that differ in ``workload.seed``
 are draws of one, and so are the layers of recordings; their mean counts.
-The result is ``claims.json`` beside the results, a row per claim, policy and comparison; ``analysis.papers`` sets the
-papers' numbers beside ours.
+The result is ``claims.json`` beside the results, a row per claim, policy and comparison; ``analysis.paper_claims`` sets
+the papers' numbers beside ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Papers' numbers beside ours, as ``papers`` left them: a frame with a row per claim, policy and traffic.
+"""Papers' numbers and ours, of claims that ``papers`` left: a frame with a row per claim, policy and traffic.
 
 Ours is a layer or, with ``scope: model``, a pass of a whole model; where the paper measured the other, the row says so.
 Comparisons that differ in their seed alone are draws of one traffic: their mean is ours. The traffic that was chosen
@@ -7,8 +7,9 @@ beforehand is primary; the others are a range. No row is left out because it doe
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,7 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import layers_words
-from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
+from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document, with_draws_apart
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import write_text
@@ -38,7 +39,7 @@ from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 METRICS = {name: metric.words for name, metric in CLAIMED.items()}
-# What the paper measured, and what ours is.
+# Quantities of the paper, and of ours.
 _OF = {"layer": "", "end_to_end": ", end to end", "not_stated": ", layer or end to end not stated"}
 _OURS_OF = {"layer": "a layer", "end_to_end": "end to end", "layers": "all MoE layers"}
 # Microseconds and experts: one decimal is enough.
@@ -58,7 +59,7 @@ Times = dict[tuple[str, str], pd.Series]
 
 
 def _of_today(metric: Any) -> Any:
-    """What version 4 called dropped pairs were all missing ones."""
+    """The metric's name since version 5; dropped pairs of version 4 were all missing ones."""
     return "missing_share" if metric == "dropped_fraction" else metric
 
 
@@ -84,34 +85,34 @@ class _File(JsonRecord):
     claims: list[_Row]
 
 
-class Claims(NamedTuple):
-    """A results directory with its claims.
+@lru_cache(maxsize=4)
+def claims(store: Store) -> pd.DataFrame:
+    """A row per claim, policy and traffic of the directories that ``papers`` left; none of others.
 
-    Attributes:
-        frame: a row per claim, policy and traffic: what the claim says (``number`` counts claims x policies), ``ours``
-            with the ends of its interval, of its samples where batches are too few, or of its draws; ``over_topk``, the
-            same over ``topk`` where that is another number; ``difference`` from the paper's nearest end;
-            ``unmeasured``, why there is no ``ours``.
-    """
-
-    directory: Path
-    store: Store
-    frame: pd.DataFrame
-
-    @property
-    def measured(self) -> pd.DataFrame:
-        return self.frame[self.frame["ours"].notna()]
-
-
-def load_claims(directory: Path) -> Claims:
-    """Read what ``papers`` left.
+    Columns: ``directory``; what the claim says (``number`` counts claims x policies); ``ours`` with the ends of its
+    interval, of its samples where batches are too few, or of its draws; ``over_topk``, the same over ``topk`` where
+    that is another number; ``difference`` from the paper's nearest end; ``unmeasured``, why there is no ``ours``.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    path = claims_path(directory)
-    claimed = read_document(path, _File).claims
-    store = load(directory, join_draws=False)
+    claimed = [one.folder for one in store.directories if claims_path(one.folder).is_file()]
+    if not claimed:
+        return pd.DataFrame(columns=_CSV)
+    apart = [one for one in with_draws_apart(store).directories if one.folder in claimed]
+    return pd.concat([_claims_of(Store((one,), are_draws_joined=False)) for one in apart], ignore_index=True)
+
+
+def measured(store: Store) -> pd.DataFrame:
+    """The claims that have a number of ours."""
+    rows = claims(store)
+    return rows[rows["ours"].notna()]
+
+
+def _claims_of(store: Store) -> pd.DataFrame:
+    """The claims of one directory, whose draws stand apart."""
+    (directory,) = store.directories
+    path = claims_path(directory.folder)
     activated = routing(store).groupby("case_id")["activated_fullest_rank"].mean()
     rows = cases(store).assign(
         activated=lambda rows: rows["case_id"].map(activated), differs_from_topk=differs_from_topk
@@ -122,16 +123,17 @@ def load_claims(directory: Path) -> Claims:
     times = dict(iter(timings(store).set_index(ITERATION).groupby(["case_id", "quantity"], sort=False)["time_us"]))
     found = []
     try:
-        for claim in claimed:
+        for claim in read_document(path, _File).claims:
             against = by_id[claim.versus_id] if claim.versus_id else natives.get(claim.comparison_id)
             found.append(_row(claim, by_id[claim.case_id], against, topks.get(claim.comparison_id), times))
     except KeyError as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
-    return Claims(directory, store, _over_draws(pd.DataFrame(found).astype(dict.fromkeys(_NUMBERS, float))))
+    joined = _over_draws(pd.DataFrame(found).astype(dict.fromkeys(_NUMBERS, float)))
+    return joined.assign(directory=cases(store)["directory"].iloc[0])
 
 
 def _row(claim: _Row, case: Row, against: Row | None, topk: Row | None, times: Times) -> Row:
-    """A row of ``Claims.frame`` before draws are joined."""
+    """A row of ``claims`` before draws are joined."""
     metric = CLAIMED[claim.metric]
     ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.of == ALL else "layers"
     is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
@@ -206,21 +208,31 @@ def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def write_claims(claims: Claims) -> str:
-    """Write ``claims.txt`` and ``claims.csv``; return the text."""
-    shown = claims_text(claims)
+def load_claims(directory: Path) -> Store:
+    """Read a directory that ``papers`` left, its draws apart.
+
+    Raises:
+        ResultsError: one line that names the file and what is wrong with it.
+    """
+    read_document(claims_path(directory), _File)
+    return load(directory, join_draws=False)
+
+
+def write_claims(store: Store) -> str:
+    """Write ``claims.txt`` and ``claims.csv`` of one directory; return the text."""
+    shown = claims_text(store)
     written = {"claims.txt": f"{shown}\n"}
-    if len(claims.measured):
-        written["claims.csv"] = render([Table(claims.measured[_CSV], ())], "csv")
+    if len(rows := measured(store)):
+        written["claims.csv"] = render([Table(rows[_CSV], ())], "csv")
     for name, content in written.items():
-        write_text(claims.directory / name, content)
+        write_text(store.directories[0].folder / name, content)
     return shown
 
 
-def claims_text(claims: Claims) -> str:
+def claims_text(store: Store) -> str:
     """The claims, the largest disagreement first; and reasons."""
-    rows = _shown(claims.frame)
-    return render([_claims_table(claims, rows), _reasons(rows)], "text")
+    rows = _shown(claims(store))
+    return render([_claims_table(store, rows), _reasons(rows)], "text")
 
 
 def number_words(metric: str, value: float) -> str:
@@ -250,7 +262,7 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(claim=rows["claim"] + suffix).iloc[size.fillna(-1).argsort(kind="stable")[::-1]]
 
 
-def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
+def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
     of_topk = rows["over_topk"].notna().any()
     columns = [
         number("number", " ", "{}"),
@@ -279,12 +291,14 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
     notes += [f"{row.traffic} was chosen: {row.primary_because}" for row in known.itertuples()]
     if not rows["primary"].all():
         notes.append(f"{_NOT_CHOSEN.strip()}: the config's first traffic, for none was chosen beforehand")
-    about = (one.facts for one in claims.store.comparisons if one.comparison_id in set(rows["comparison_id"]))
+    claimed = set(rows["comparison_id"])
+    about = (one.facts for one in with_draws_apart(store).comparisons if one.comparison_id in claimed)
     notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := layers_words(facts)))
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
-    used = {name: said_once(claims.measured[name]) for name in ("device", "links")}
-    how = "; ".join([said_once(claims.measured["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
-    return Table(rows, columns, f"Papers' numbers beside {ours}: {how}", notes)
+    ran = measured(store)
+    used = {name: said_once(ran[name]) for name in ("device", "links")}
+    how = "; ".join([said_once(ran["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
+    return Table(rows, columns, f"Papers' numbers and {ours}: {how}", notes)
 
 
 def _ours(row: Row, column: str) -> str:

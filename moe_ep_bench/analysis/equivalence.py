@@ -3,7 +3,8 @@
 ``validate`` runs a config twice on the same batches with the same routing. The emulated run sets its ranks side by side
 itself and models what moves between them. The ratio of both speedups is taken batch by batch, as ``compare`` takes a
 change between jobs; ``statistics.equivalence`` judges it. An error that all cases share cancels in a speedup, so both
-runs' times stand beside it. A whole pass dilutes the error of its MoE layers, which therefore have rows of their own.
+runs' times are in the table too. A whole pass dilutes the error of its MoE layers, which therefore have rows of their
+own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moe_ep_bench.analysis.columns import (
     render,
     text,
 )
-from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
+from moe_ep_bench.analysis.compare import side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.store import Store, jobs, read_document
 from moe_ep_bench.facts import Pairs
@@ -36,7 +37,7 @@ from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import equivalence
 
 _RUNS = {"real": "the real run", "emulated": "the emulated run"}
-# What names a case in both runs; ids differ, for they say how it was measured.
+# Columns that name a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
 _NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ESTIMATE)]
 _OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, "oversubscribed", "threads"]
@@ -66,29 +67,27 @@ def load_validation(directory: Path) -> Validation:
         ResultsError: one line: a file is missing or cannot be trusted.
     """
     files = ValidationDirectory(directory)
-    told = read_document(files.pairs, Pairs)
-    pairs = told.pairs
+    written = read_document(files.pairs, Pairs)
+    pairs = written.pairs
     stores = [load(root, join_draws=False) for root in (files.real, files.emulated)]
     about = comparisons(stores[0]).set_index("comparison_id")
     titles = {name: about.at[pair[0], "title"] for pair in pairs for name in pair}
     frames, iterations = zip(*(_rows_and_speedups(store, titles) for store in stores), strict=True)
-    said = ["label", *COSTS]
-    rows = side_by_side(dict(zip(_RUNS, frames, strict=True)), _KEY, said, [*_OF_EITHER, "loads"])
+    numbers = [*_OF_EITHER, "loads"]
+    rows = side_by_side(frames, iterations, _RUNS, _KEY, ["label", *COSTS], numbers, "speedup")
     rows = rows[rows["case_id_real"].notna()]
     why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
-    changes = changes_of(iterations, _KEY, "speedup")
-    ratios = [changes.get(key) for key in rows[_KEY].itertuples(index=False, name=None)]
     verdicts = [
-        equivalence(None if why[title] else ratio, told.margin) if role in _CLAIMS else None
-        for ratio, title, role in zip(ratios, rows["comparison"], rows["role"], strict=True)
+        equivalence(None if why[title] else ratio, written.margin) if role in _CLAIMS else None
+        for ratio, title, role in zip(rows["change"], rows["comparison"], rows["role"], strict=True)
     ]
-    ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in ratios], rows.index)
-    rows = rows.drop(columns=["loads_real", "loads_emulated"]).join(ends)
+    ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in rows["change"]], rows.index)
+    rows = rows.drop(columns=["loads_real", "loads_emulated", "change"]).join(ends)
     ran = about.loc[[first for first, _ in pairs]]
     notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
-    notes += [f"links: {describe_links(told.links, told.exchange)}"]
+    notes += [f"links: {describe_links(written.links, written.exchange)}"]
     notes += [f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words]
-    return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, told.margin)
+    return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, written.margin)
 
 
 def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -140,7 +139,7 @@ def validation_table(validation: Validation) -> Table:
     """Both runs' times and speedups, and the verdicts."""
     rows = validation.cases
     verdicts = rows["verdict"].fillna(rows["role"].map({"baseline": "native", "noise": "floor"}))
-    shown = rows.assign(verdict=verdicts, instead=[lost_words(row, _RUNS) for row in rows.to_dict("records")])
+    shown = rows.assign(verdict=verdicts)
     alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
     rule = (
         f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {100 * validation.margin:g}"
@@ -151,8 +150,8 @@ def validation_table(validation: Validation) -> Table:
         *lost_columns(rows),
         COLUMNS["retained_mass"],
     ]
-    title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated beside real ranks"
-    return Table(shown, columns, title, [*validation.notes, rule], "instead")
+    title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated and real ranks"
+    return Table(shown, columns, title, [*validation.notes, rule], "not_compared")
 
 
 def verdict_line(validation: Validation) -> str:
@@ -179,5 +178,5 @@ def write_validation(directory: Path) -> str:
     files, validation = ValidationDirectory(directory), load_validation(directory)
     shown = validation_text(validation)
     write_text(files.text, f"{shown}\n")
-    write_text(files.table, render([Table(validation.cases, ())], "csv"))
+    write_text(files.table, render([Table(validation.cases.drop(columns="not_compared"), ())], "csv"))
     return shown

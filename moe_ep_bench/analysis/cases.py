@@ -137,7 +137,8 @@ def cases(store: Store) -> pd.DataFrame:
     rank whose host takes longest, and ``sm_clock_mhz``, of that whose GPU is slowest, medians; ``reduce.breakdown``;
     ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms``.
     """
-    return _cases(store).merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
+    rows = _cases(store).merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
+    return rows.copy()  # of one piece
 
 
 @of_each

@@ -52,7 +52,7 @@ from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import NOT_EXECUTED
-from moe_ep_bench.facts.words import assumption_words, modelled_line
+from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
@@ -263,7 +263,7 @@ def _is_assumed(workload: Row) -> bool:
 
 def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
-    yield from (words for words in about["how"].unique() if "MIXED" in words)
+    yield from dict.fromkeys(how_words(one.run, one.facts) for one in store.comparisons if one.facts.mixes_machines)
     workloads = [facts["workload"] for facts in about["facts"]]
     if any(map(_is_assumed, workloads)):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"

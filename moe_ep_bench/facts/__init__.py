@@ -305,6 +305,11 @@ class TimedFacts(ComparisonFacts):
         return self.device is not None and (self.expert_rows is not None or self._links_are_elsewhere)
 
     @property
+    def mixes_machines(self) -> bool:
+        """Whether a CPU's experts stand behind links of GPUs."""
+        return self.device is None and self.backend == "gloo" and self.links is not None and self.links.is_built_in
+
+    @property
     def _links_are_elsewhere(self) -> bool:
         return self.exchange is not None or (self.links is not None and self.links.measured_by is not None)
 

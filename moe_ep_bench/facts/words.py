@@ -68,7 +68,7 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
     if isinstance(facts, TimedFacts):
         if facts.device is not None:
             words = ELSEWHERE if facts.is_elsewhere else MODELLED
-        elif facts.backend == "gloo" and facts.links is not None and facts.links.is_built_in:
+        elif facts.mixes_machines:
             words += f", MIXED MACHINES: experts of this CPU ({scale_words(facts.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" else words
 

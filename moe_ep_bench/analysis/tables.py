@@ -251,7 +251,7 @@ VIEWS = {
         frame=tasks,
         rows=_in_short,
         alike=("task",),
-        title=lambda _, rows: rows["title"].iloc[0],
+        title=lambda store, rows: _about(store, rows)["title"],
         notes=_task_notes,
     ),
     "phases": View(

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +19,7 @@ import pytest
 from results_builder import FakeComparison, shown_text, standard_cases, write_run
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.store import ResultsError
+from moe_ep_bench.analysis.store import TIMES, ResultsError, pivoted
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 
@@ -240,3 +241,13 @@ def test_earlier_results_call_the_balanced_case_a_ceiling(sound: Path, tmp_path:
     directory = shutil.copytree(sound, tmp_path / "run")
     in_json(lambda content: content["cases"]["c0-0"].update(role="ceiling"))(directory)
     assert cases(load(directory)).set_index("case_id").loc["c0-0", "role"] == "balanced"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_phase_lands_in_its_column_whatever_the_order_in_which_phases_occur(order: int) -> None:
+    """Categories of the same words in another order are one dtype to pandas."""
+    phases = TIMES[::order]
+    step = {"case": 0, "launch": 0, "batch": 0, "iteration": 0, "kind": "breakdown", "rank": 0, "layer": np.nan}
+    rows = pd.DataFrame([{**step, "phase": phase, "time_us": float(TIMES.index(phase))} for phase in phases])
+    (found,) = pivoted(rows.astype({"phase": pd.CategoricalDtype(phases)}))[TIMES].to_numpy().tolist()
+    assert found == list(range(len(TIMES)))

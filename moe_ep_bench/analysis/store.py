@@ -52,7 +52,6 @@ MISSING = "num_missing_pairs"
 STEP = ["case", *ITERATION, "kind", "rank", "layer"]
 TIMES = [*PHASES, UNACCOUNTED, TOTAL]
 BESIDE = [HOST, HOST_BUSY, SM_CLOCK]
-_PHASE = pd.CategoricalDtype(TIMES)
 _Type = TypeVar("_Type", bound=BaseModel)
 
 
@@ -410,7 +409,8 @@ def pivoted(rows: pd.DataFrame) -> pd.DataFrame:
     step_N = rows.groupby(STEP, sort=False, dropna=False, observed=True).ngroup().to_numpy()
     first_S = np.unique(step_N, return_index=True)[1]
     times_SC = np.full((len(first_S), len(TIMES)), np.nan)
-    times_SC[step_N, rows["phase"].astype(_PHASE).cat.codes] = rows["time_us"]
+    # Categories of the same words in another order would keep their codes.
+    times_SC[step_N, rows["phase"].astype("category").cat.set_categories(TIMES).cat.codes] = rows["time_us"]
     is_total_N = rows["phase"].eq(TOTAL).to_numpy()
     beside_SC = np.full((len(first_S), len(BESIDE)), np.nan)
     beside_SC[step_N[is_total_N]] = rows.loc[is_total_N].reindex(columns=BESIDE).astype(float)

@@ -132,14 +132,14 @@ def test_labels_that_are_cut_keep_what_tells_them_apart():
 
 @pytest.mark.parametrize(
     ("tokens", "peak_load", "words"),
-    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4: the target of each batch"), (40, 6.4, None)],
+    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4 is the target of each batch"), (40, 6.4, None)],
 )
 def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, peak_load, words):
     workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": peak_load}}
     lines = lines_of(tmp_path, tokens=tokens, facts={"workload": workload})
     said = [line for line in lines if "chance" in line and "verdicts" not in line]
     assert [line.startswith(words or "") for line in said] == [True] * (words is not None)
-    assert any("in one draw here" in line for line in lines) == (peak_load is not None)
+    assert any("in one draw; other draws" in line for line in lines) == (peak_load is not None)
 
 
 def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
@@ -232,7 +232,7 @@ def test_clocks_of_cases_stand_side_by_side_and_another_than_natives_is_warned_o
     listed = [replace(case, sm_clock_mhz={0: 1990.0, 1: 1980.0}) for case in standard_cases()]
     listed[0] = replace(listed[0], sm_clock_mhz={0: slower, 1: 1985.0})
     lines = lines_of(tmp_path, cases=listed)
-    (clocks,) = [line for line in lines if "SM clock ahead of" in line]
+    (clocks,) = [line for line in lines if "median SM clock before" in line]
     assert f"token_drop gamma 1 {min(slower, 1985):,.0f}" in clocks
     assert "native 1,980" in clocks
     warned = [line for line in lines if "native's SM clock" in line]
@@ -324,14 +324,14 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
     about = {"cases": [FakeCase("laser", looks_past_top_k=looks), FakeCase("native", role="baseline")]}
     recorded = {"kind": "recorded", "description": "ShareGPT", "tail_model": "popularity"}
     lines = lines_of(tmp_path, **about, facts={"workload": recorded})
-    assert any("are modelled (popularity tail), and what laser did rests on them" in line for line in lines) == looks
+    assert any("are modelled (popularity tail), and laser decided by them" in line for line in lines) == looks
 
 
 @pytest.mark.parametrize("modelled", [False, True])
 def test_a_modelled_policy_without_a_kernel_is_said_to_be_charged_as_one(tmp_path, modelled):
     facts = modelled_facts() if modelled else {}
     lines = lines_of(tmp_path, cases=[FakeCase("own", by_torch=True), *standard_cases()], facts=facts)
-    said = "own: torch operations, charged as if compiled: on a GPU they take longer"
+    said = "own: torch operations, modelled as if compiled; on a GPU they take longer"
     assert [line for line in lines if "torch operations" in line] == [said] * modelled
 
 

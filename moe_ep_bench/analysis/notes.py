@@ -40,7 +40,7 @@ WARNING = "warning: "
 
 FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
 
-MODEL_CAVEAT = "ranges in brackets come from traffic alone: errors of the model of devices and links are not in them"
+MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of devices and links"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
@@ -130,7 +130,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ("{}", _by_chance(one, ok)),
         ("{}", layers_words(facts)),
         (
-            "busy experts stand on ranks at random, in one draw here: others gain otherwise (sweep workload.seed)",
+            "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
             _is_one_draw(one, rows),
         ),
         (f"{READING}; native spends {{:.1f}} % of its pairs on it", padding),
@@ -155,8 +155,8 @@ def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:
         return ""
     peak, target = _of(ok, "baseline")["fullest_expert"].mean(), facts.workload.targets.get("peak_load")
     if target is None:
-        return f"no skew was asked for: native's fullest expert has {peak:.3g} x mean by chance, as few tokens have"
-    return f"peak load {target:g}: the target of each batch, with what few tokens have by chance (native's: {peak:.3g})"
+        return f"no skew was asked for: native's fullest expert has {peak:.3g} x mean by chance, for tokens are few"
+    return f"peak load {target:g} is the target of each batch; few tokens add chance to it (native has {peak:.3g})"
 
 
 def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
@@ -177,32 +177,32 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
     return [
         ("{}", "; ".join(f"{name}: {component_words(part)}" for name, part in parts.items() if part)),
         (
-            "{} EP groups, which never meet: times and loads are means over them, slowest EP group: of the longest in "
+            "{} EP groups, which never meet: times and loads are means over them; slowest EP group takes longest in "
             "each iteration",
             ran and facts.num_replicas > 1 and facts.num_replicas,
         ),
         (
-            "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for "
-            "the rest of the model (modelled{})",
+            "pass ms, tokens/s/GPU: each of {} MoE layers takes as long as this one, and the rest of the model {:,.0f} "
+            "us a layer (modelled{})",
             not facts.whole
             and rest
             and (rest.num_moe_layers, rest.us_per_moe_layer, (of := rest_words(rest)) and f", {of}"),
         ),
         (MODEL_CAVEAT, not ran),
-        ("{}: torch operations, charged as if compiled: on a GPU they take longer", not ran and by_torch),
+        ("{}: torch operations, modelled as if compiled; on a GPU they take longer", not ran and by_torch),
         ("replayed from CUDA graphs, which hold {}", graph_words(facts)),
         (f"{{}}, native over case, median of pairs {_spread(one)}", timed),
         (
-            "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
+            "noise floor: {:.3f} to {:.3f}, the difference between native and native run again",
             ran and (_most(rows, "floor_low"), _most(rows, "floor_high")),
         ),
         (
-            "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}",
+            "smallest speedup that this run can detect (power 80 %): {:.3f} to {:.3f}",
             len(detectable) > 0 and not facts.whole and (detectable.min(), detectable.max()),
         ),
         ("{}", chance_words(int(judged["speedup_is_interval"].eq(True).sum()))),
         ("{}", list(dict.fromkeys(power_words([state for _, state in launch.machines]) for launch in launches))),
-        ("SM clock ahead of the iterations of each case, median, MHz: {}", _clock_words(ok)),
+        ("median SM clock before the iterations of each case, MHz: {}", _clock_words(ok)),
         (
             "MoE share f, MoE speedup s: of breakdown iterations; by Amdahl: 1 / (1 - f + f / s) with native's f; no "
             "policy exceeds 1 / (1 - f) = {:.3f}",
@@ -238,15 +238,15 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             list(dict.fromkeys(line for launch in launches for line in disturbances(launch.machines))),
         ),
         (
-            "warm-up did not settle: its last round took {} against the one before",
+            "warm-up did not settle: its last round took {} against the round before",
             [f"{100 * change:+.1f} %" for change in changes if change is not None],
         ),
         (
-            "{} ran at {:+.1f} % of native's SM clock: its time is not its work's alone",
+            "{} ran at an SM clock {:+.1f} % off native's SM clock: part of its speedup is the clock",
             _other_clocks(ok, native),
         ),
         (
-            "times drifted by {:+.1f} % between the begin and the end of a launch",
+            "times drifted by {:+.1f} % between the beginning and the end of a launch",
             _beyond(abs(drift), MAX_DRIFT) and 100 * drift,
         ),
         (
@@ -259,12 +259,12 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             native_differs(_of(ok, "noise")),
         ),
         (
-            "launch-bound: in up to {:.1f} % of a case's iterations the host took longer to issue it than the device "
-            "to run it; its time is the host's, without what it waited for the device",
+            "launch-bound: in up to {:.1f} % of a case's iterations the host took longer to launch the work than the "
+            "device to run it; its time is the host's, without waits for the device",
             bound,
         ),
         (
-            "the host waits for the GPU where no clock sees it ({}): what is taken for the host's time may be waiting",
+            "the host waits for the GPU where no clock sees it ({}): part of the host's time may be waiting",
             _unclocked(ok, launches),
         ),
         ("the baseline was not measured, so there are no speedups", native.empty),
@@ -327,8 +327,7 @@ def _weak_scores(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[
             [(policy, of, model) for policy, of in used if not is_same_model(of, model)],
         ),
         (
-            "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them (sweep "
-            "workload.tail)",
+            "scores past the recorded top-k are modelled ({} tail), and {} decided by them (sweep workload.tail)",
             looking and tail and (tail, looking),
         ),
     ]
@@ -379,6 +378,6 @@ def chance_words(number: int) -> list[str]:
     if number < 2:
         return []
     return [
-        f"of {number} verdicts up to {number * alpha:.1f} would be called by chance alone, if nothing differed: "
+        f"chance alone would call up to {number * alpha:.1f} of {number} verdicts, if nothing differed: "
         f"{number} x {100 * alpha:.0f} %"
     ]

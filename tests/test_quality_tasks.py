@@ -387,8 +387,8 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     package: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["quality", str(folder / "config.yaml"), "--out", str(tmp_path / "out"), "--set"]
-    tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: written}]"
-    assert main([*arguments, tasks, "--set", "limit=4"]) == OK
+    asked = "tasks=[{name: sums, num_fewshot: 2}, {name: written}]"
+    assert main([*arguments, asked, "--set", "limit=4"]) == OK
     scores = tasks(load(tmp_path / "out"))
     assert list(dict.fromkeys(scores["task"])) == ["sums", "written"]
     assert (scores["num_samples"] == 4).all()

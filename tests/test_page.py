@@ -30,6 +30,11 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.machine.provenance import asked
 
+NATIVE = {"case_id": "n", "label": "native", "origin": "measured", "median_ms": 2.0}
+ANSWER = {"comparison_id": "c0", "title": "Tiny", "point": {}, "scope": "layer", "native": NATIVE, "pick": None}
+ADVICE = {"max_dropped": 0.1, "min_retained": 0.95, "titles": ["Tiny"], "ran_on": ["here"], "links": []}
+ADVICE |= {"modelled": "", "assumptions": [], "notes": []}
+
 # What a label or a host name may try.
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
 FAILED = "rank 3: tried to allocate 12.3 GiB"
@@ -164,3 +169,32 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
     text = Parsed((tmp_path / "report.html").read_text()).text
     assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
     assert "Modelled (nothing was run): 2 ranks, modelled by devices/h100-sxm, links h100-nvlink4;" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("{", "advice.json"),
+        ("{}", "max_dropped"),
+        (json.dumps({**ADVICE, "answers": [{**ANSWER, "pick": {**NATIVE, "speedup": None}}]}), "answers.0.pick."),
+        (json.dumps({**ADVICE, "answers": [{**ANSWER, "reason": "does_not_fit"}]}), "fit: expected the memory"),
+    ],
+)
+def test_an_answer_that_somebody_changed_is_left_out_and_named(content: str, key: str, tmp_path: Path) -> None:
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)])
+    (tmp_path / "advice.json").write_text(content)
+    path, (line,) = write_report([tmp_path])
+    page = Parsed(path.read_text()).text
+    assert key in line
+    assert "advice.json" in line
+    assert line in page
+
+
+def test_an_answer_beside_results_begins_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)])
+    (tmp_path / "advice.json").write_text(json.dumps({**ADVICE, "answers": [ANSWER]}))
+    path, passed_over = write_report([tmp_path])
+    page = Parsed(path.read_text()).text
+    assert passed_over == []
+    assert "Native takes 2.000 ms (measured)." in page
+    assert "For Tiny; here; at most 10 % of the pairs dropped and 5 % of the score mass lost." in page

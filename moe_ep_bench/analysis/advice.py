@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PositiveFloat, model_validator
 
 from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.analysis.store import read_document
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import Assumption, JsonRecord, Rest
 from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, rest_words, said_once
 from moe_ep_bench.files import write_text
@@ -27,40 +28,57 @@ class _Fact(JsonRecord):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Pass(_Fact):
+    """A pass of the whole model: as it was measured, or with the rest of the model modelled."""
+
+    ms: PositiveFloat
+    tokens_per_s_per_rank: PositiveFloat
+
+
 class Case(_Fact):
-    """A case of an answer; null = not measured, or not said of such a case.
+    """A case of an answer.
 
     Attributes:
-        median_ms: of a layer, or of a whole model.
-        pass_ms: of the whole model, with the rest of it modelled.
-        speedup: over native; ``over_topk`` where that is another, ``least`` and ``most`` over ``spread_over``.
+        median_ms: of a layer, or of a whole model; None = it was not measured.
+        whole: of a layer, a pass of its model where the rest of it is stated.
     """
 
     case_id: str
     label: str
     origin: str
-    median_ms: float | None
-    pass_ms: float | None = None
-    tokens_per_s_per_rank: float | None = None
-    verdict: str | None = None
-    speedup: float | None = None
+    median_ms: PositiveFloat | None
+    whole: Pass | None = None
+
+
+class Spread(_Fact):
+    """The least and the greatest speedup of one draw of the traffic, or of one layer."""
+
+    least: float
+    most: float
+    over: Literal["draw", "layer"]
+
+
+class Candidate(Case):
+    """A candidate that was measured; its speedup is over native, and over topk too where that is another."""
+
+    median_ms: PositiveFloat
+    verdict: str
+    speedup: float
     over_topk: float | None = None
-    least: float | None = None
-    most: float | None = None
-    spread_over: Literal["draw", "layer"] | None = None
+    spread: Spread | None = None
     dropped_share: float | None = None
     rerouted_share: float | None = None
-    missing_share: float | None = None
-    retained_mass: float | None = None
+    missing_share: float
+    retained_mass: float
     extra_gib_per_rank: float | None = None
 
 
 class Variant(_Fact):
     """The same question under another overlap, which has the same pick."""
 
-    overlap: str
+    overlap: Literal["none", "shared", "two_batch"]
     native: Case
-    pick: Case | None
+    pick: Candidate | None
 
 
 class Answer(_Fact):
@@ -78,12 +96,21 @@ class Answer(_Fact):
     point: dict[str, Any]
     scope: Literal["layer", "model"]
     native: Case
-    pick: Case | None
+    pick: Candidate | None
     reason: Literal["no_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = None
-    fastest: Case | None = None
+    fastest: Candidate | None = None
     fit: Fit | None = None
     rest: Rest | None = None
     variants: tuple[Variant, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Answer:
+        for pick, native in ((self.pick, self.native), *((one.pick, one.native) for one in self.variants)):
+            if pick is not None and native.median_ms is None:
+                raise UserError("native.median_ms: expected a time beside a pick, got null")
+        if self.reason == "does_not_fit" and self.fit is None:
+            raise UserError("fit: expected the memory that does not fit, got null")
+        return self
 
 
 class Advice(_Fact):
@@ -92,13 +119,16 @@ class Advice(_Fact):
     max_dropped: float
     min_retained: float
     answers: list[Answer] = Field(min_length=1)
-    is_one_question: bool
     titles: list[str]
     ran_on: list[str]
     links: list[str]
     modelled: str
     assumptions: list[Assumption]
     notes: list[str]
+
+    def name_of(self, answer: Answer) -> str:
+        """One of several answers: its place in the sweep, or its title; empty where there is no other."""
+        return "" if len(self.answers) == 1 else point_words(answer.point) or answer.title
 
 
 def write_advice(directory: Path, advice: Advice) -> None:
@@ -123,15 +153,10 @@ def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
     for answer in advice.answers:
-        lines = "\n".join(_answer_lines(answer))
-        blocks.append(lines if advice.is_one_question else f"At {answer_name(answer)}: {lines}")
+        lines, name = "\n".join(_answer_lines(answer)), advice.name_of(answer)
+        blocks.append(f"At {name}: {lines}" if name else lines)
     blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
     return blocks
-
-
-def answer_name(answer: Answer) -> str:
-    """One of several answers: its place in the sweep, or its title."""
-    return point_words(answer.point) or answer.title
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
@@ -165,23 +190,22 @@ def _native_lines(native: Case) -> Iterator[str]:
     if native.median_ms is None:
         return
     words = f"Native takes {milliseconds(native.median_ms)} ms ({native.origin})"
-    if native.pass_ms is not None:
-        rate = f"{native.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
-        words += f". Whole model, with the rest modelled: {milliseconds(native.pass_ms)} ms, {rate}"
+    if (whole := native.whole) is not None:
+        rate = f"{whole.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
+        words += f". Whole model, with the rest modelled: {milliseconds(whole.ms)} ms, {rate}"
     yield f"{words}."
 
 
-def _pick_lines(answer: Answer, pick: Case) -> Iterator[str]:
+def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     """What a pick gains and costs, and what a pass comes to."""
     native, how = answer.native, pick.origin
-    if pick.least is not None:
-        how += f"; {pick.least:.2f} to {pick.most:.2f} by {pick.spread_over}"
+    if (spread := pick.spread) is not None:
+        how += f"; {spread.least:.2f} to {spread.most:.2f} by {spread.over}"
     what = "a pass" if answer.scope == "model" else "a layer"
     over = "" if pick.over_topk is None else f" ({pick.over_topk:.3f} times topk, {SAME_KERNELS})"
     gain = f"{what} is {pick.speedup:.3f} times as fast as native{over}, {_taken(pick.median_ms, native.median_ms)}"
     costs = ["nothing is dropped"]
     if costs_answers(pick.missing_share, pick.retained_mass):
-        assert pick.retained_mass is not None
         costs = [
             cost_words(pick.model_dump(), " of the pairs are"),
             f"{100 * pick.retained_mass:.1f} % of the mass is kept",
@@ -190,9 +214,9 @@ def _pick_lines(answer: Answer, pick: Case) -> Iterator[str]:
         costs.append(f"{pick.extra_gib_per_rank:.3g} GiB more memory on each rank")
     yield f"Use {pick.label}: {gain} ({how})."
     yield f"It costs: {', '.join(costs)}."
-    if native.pass_ms is not None and pick.pass_ms is not None:
-        end_to_end = f"{native.pass_ms / pick.pass_ms:.3f} times as fast, {_taken(pick.pass_ms, native.pass_ms)}"
-        rates = f"{pick.tokens_per_s_per_rank:,.0f} in place of {native.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
+    if (ours := pick.whole) is not None and (theirs := native.whole) is not None:
+        end_to_end = f"{theirs.ms / ours.ms:.3f} times as fast, {_taken(ours.ms, theirs.ms)}"
+        rates = f"{ours.tokens_per_s_per_rank:,.0f} in place of {theirs.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
         of = rest_words(answer.rest) if answer.rest else ""
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
@@ -209,9 +233,8 @@ def _variant_line(variant: Variant) -> str:
     return f"{words} the pick is the same: {speedup}, {_taken(variant.pick.median_ms, native_ms)}."
 
 
-def _taken(ours_ms: float | None, native_ms: float | None) -> str:
-    assert ours_ms is not None
-    assert native_ms is not None
+def _taken(ours_ms: float, native_ms: float | None) -> str:
+    assert native_ms is not None  # as answers are checked
     return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms"
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from operator import itemgetter
+from typing import Any
 
 import pandas as pd
 
@@ -19,10 +21,12 @@ from moe_ep_bench.analysis.advice import (
     ROUNDING,
     Advice,
     Answer,
+    Candidate,
     Case,
+    Pass,
+    Spread,
     Variant,
     advice_lines,
-    answer_name,
     costs_answers,
     write_advice,
 )
@@ -65,6 +69,7 @@ _TIE = 0.02
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=2)
 def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """A row per candidate and comparison: measured policies and replication. ``topk`` is the model's own routing.
 
@@ -119,7 +124,7 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
         differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
         variants = tuple(
             Variant(
-                overlap=about.loc[name, "facts"]["overlap"], native=_case(natives.loc[name]), pick=_picked(own[name])
+                overlap=about.loc[name, "facts"]["overlap"], native=_native(natives.loc[name]), pick=_picked(own[name])
             )
             for name in (() if differ else others)
         )
@@ -135,16 +140,13 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
         max_dropped=bounds.max_dropped,
         min_retained=bounds.min_retained,
         answers=answers,
-        is_one_question=len(answers) == 1,
         titles=list(titles.unique()),
-        **{name: list(about[column].dropna().unique()) for name, column in _ABOUT.items()},
+        ran_on=list(about["ran_on_short"].dropna().unique()),
+        links=list(about["links_short"].dropna().unique()),
         modelled=modelled_line(one.facts for one in store.comparisons),
         assumptions=list(question.assumptions) if question else [],
         notes=list(_notes(store, rows, about, natives)),
     )
-
-
-_ABOUT = {"ran_on": "ran_on_short", "links": "links_short"}
 
 
 def advice_text(store: Store, bounds: Bounds, question: Question | None = None) -> str:
@@ -155,9 +157,8 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
 def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     rows, tables = candidates(store, bounds), []
     for answer in advice.answers:
-        own = rows[rows["comparison_id"] == answer.comparison_id]
-        title = "" if advice.is_one_question else f"at {answer_name(answer)}"
-        tables += [_table(own, title)] if len(own) else []
+        own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
+        tables += [_table(own, name and f"at {name}")] if len(own) else []
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
@@ -176,8 +177,8 @@ def _pick_of(rows: pd.DataFrame) -> str | None:
     return next(iter(rows.loc[rows["is_pick"], "label"]), None)
 
 
-def _picked(rows: pd.DataFrame) -> Case | None:
-    return _case(rows[rows["is_pick"]].iloc[0]) if rows["is_pick"].any() else None
+def _picked(rows: pd.DataFrame) -> Candidate | None:
+    return _candidate(rows[rows["is_pick"]].iloc[0]) if rows["is_pick"].any() else None
 
 
 def write_answer(question: Question, bounds: Bounds) -> str:
@@ -211,24 +212,37 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         title=about["title"],
         point=json.loads(about["point"]),
         scope=about["scope"],
-        native=_case(native),
+        native=_native(native),
         pick=pick,
         reason=reason,
-        fastest=None if pick or within.empty else _case(within.iloc[-1]),
+        fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
         fit=fit,
         rest=rest,
     )
 
 
-def _case(row: pd.Series) -> Case:
-    """A candidate, or native, as an answer has it."""
-    named = {"speedup": "speedup_median", "over_topk": "over_topk_median"}
-    found = {name: row.get(named.get(name, name)) for name in Case.model_fields}
-    known = {name: None if missing(value) else value for name, value in found.items()}
-    if not row.get("differs_from_topk"):
-        known["over_topk"] = None
-    known["spread_over"] = None if known["least"] is None else "draw" if row["num_draws"] > 1 else "layer"
-    return Case(**known)
+def _native(row: pd.Series) -> Case:
+    return Case(**_values(row, Case), whole=_pass(row))
+
+
+def _candidate(row: pd.Series) -> Candidate:
+    spread = None
+    if not missing(row["least"]):
+        spread = Spread(least=row["least"], most=row["most"], over="draw" if row["num_draws"] > 1 else "layer")
+    over_topk = row["over_topk_median"] if row["differs_from_topk"] else None
+    shown = {"speedup": row["speedup_median"], "over_topk": over_topk, "spread": spread, "whole": _pass(row)}
+    return Candidate(**_values(row, Candidate), **shown)
+
+
+def _values(row: pd.Series, kind: type[Case]) -> dict[str, Any]:
+    """Fields that are columns; null where a row has none."""
+    return {name: None if missing(row[name]) else row[name] for name in kind.model_fields if name in row}
+
+
+def _pass(row: pd.Series) -> Pass | None:
+    if missing(row.get("pass_ms")):
+        return None
+    return Pass(ms=row["pass_ms"], tokens_per_s_per_rank=row["tokens_per_s_per_rank"])
 
 
 def _table(rows: pd.DataFrame, title: str) -> Table:

@@ -359,7 +359,7 @@ def comparisons(store: Store) -> pd.DataFrame:
     """A row per comparison, in the order of the sweep.
 
     Columns: ``COMPARISON``; ``_FACTS``, as in ``facts``; ``ep_size``, which is ``num_ranks``; ``num_draws``, seeds of
-    its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``);
+    its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``facts.ORIGINS``);
     ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
     with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers, ``ran_on_short``
     and ``links_short`` without figures; ``facts``, the comparison's object in run.json.

@@ -1,4 +1,4 @@
-"""A figure as data, the frame that it shows, ``draw``, which draws any of them, and figures of any column over another.
+"""A figure as data, the frame that it shows, and ``draw``, which draws any of them.
 
 A figure shows rows of the frame of cases: a panel, or a group of panels, for each ``facet``, and beside the picture
 these rows as CSV, under the frame's own names.

@@ -69,7 +69,12 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     frame, facts = cases(store), comparisons(store)
     images = [_image(*item) for item in drawings(store, passed_over).items()]
     frame = frame.assign(differs_from_topk=differs_from_topk(frame))
-    advised = filter(None, map(read_advice, directories))
+    advised = []
+    for directory in directories:
+        try:
+            advised += filter(None, [read_advice(directory)])
+        except ResultsError as error:
+            passed_over.append(str(error))
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,

@@ -242,13 +242,13 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:
-    workload = {"kind": "recorded", "description": "tiny, layer 1", "tail_model": "popularity"}
-    layers = swept(1.2, 1.3, 1.4, key="workload.layer", workload=workload, **MODELLED)
-    layers[0] = dataclasses.replace(layers[0], facts={**layers[0].facts, "title": "Tiny, layer 1"})
+    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "phase": "prefill"}]}
+    workload = {"kind": "recorded", "tail_model": "popularity", "stage": "prefill", "layer": 1, "recording": recording}
+    layers = swept(1.2, 1.3, 1.4, key="workload.layer", workload=workload, title=None, **MODELLED)
     directory = write_run(tmp_path, layers, "emulated")
     store = load_timed(directory)
     (about,) = comparisons(store).to_dict("records")
-    assert about["title"] == "Tiny, 3 layers from 1 to 3"
+    assert about["title"] == "Tiny-MoE, EP 2, 4,096 tokens, chat, prefill, popularity tail, 3 layers from 1 to 3"
     assert "tiny, 3 layers from 1 to 3" in about["workload_words"]
     assert "Student's t over 3 layers]" in shown_text(directory)
     text = advice_text(store, BOUNDS)

@@ -116,8 +116,14 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
 
     def comparison(seed: int, point: int, *, lost: bool = False) -> FakeComparison:
         listed = [*standard_cases()[2:], FakeCase("oea", status="oom" if lost else "ok", reason="big")]
-        traffic = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"expert_loads": [1, seed]}}
-        facts = {"point": {"workload.seed": seed, "x": point}, "workload": traffic, "title": f"Tiny {point}, one draw"}
+        traffic = {"kind": "synthetic", "tail_model": None, "targets": {"expert_loads": [1, seed]}, "seed": seed}
+        traffic |= {"is_one_draw": True, "num_batches": 4, "num_tokens": 8, "sequence_length": 2}
+        facts = {
+            "point": {"workload.seed": seed, "x": point},
+            "workload": traffic,
+            "title": None,
+            "model": f"Tiny {point}",
+        }
         return FakeComparison(f"s{seed}{point}", facts, listed, 4, num_iterations=2, native_us=1e3 * (1 + seed))
 
     drawn = [comparison(seed, point, lost=seed == 1 and point == 2) for point in (1, 2) for seed in (0, 1)]
@@ -128,7 +134,9 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
         ["s02", 8, 2, 2],
     ]
     assert about["point"].tolist() == ['{"x": 1}', '{"x": 2}']
-    assert about["title"].tolist() == ["Tiny 1, 2 draws", "Tiny 2, 2 draws"]
+    placed = "EP 2, 4,096 tokens, no skew, experts placed at random, 2 draws"
+    assert about["title"].tolist() == [f"Tiny 1, {placed}", f"Tiny 2, {placed}"]
+    assert about["workload_words"].str.endswith("4 x 8 tokens in sequences of 2, 2 seeds from 0 to 1").all()
     plain = timings(store).query("quantity == 'all' and comparison_id == 's01' and role == 'baseline'")
     batches = plain.groupby("launch")["batch"].unique().map(sorted).to_list()
     assert batches == [list(range(4)), list(range(4, 8))]

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from test_workload import digest_of, top_k_load
 
-from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import make_point, plan_experiments
 from moe_ep_bench.bench.point import RANKS, Point, is_drawn
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts.words import describe_workload
 from moe_ep_bench.workload.targets import SKEWS, load_skew
 
 
@@ -38,13 +38,14 @@ def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Point:
 @pytest.mark.parametrize("skew", SKEWS)
 def test_a_named_skew_says_what_it_was_calibrated_to(skew: str, tmp_path: Path) -> None:
     sections = {"model": {"preset": "qwen3-30b-a3b", "scale": 0.03125}, "workload": {"skew": skew, "num_tokens": 512}}
-    described = workload_facts(comparison(tmp_path, 8, **sections))
-    assert described.description.startswith(f"synthetic, calibrated to {skew} (")
+    subject = comparison(tmp_path, 8, **sections).subject
+    described, words = subject.workload, describe_workload(subject)
+    assert words.startswith(f"synthetic, calibrated to {skew} (")
     assert described.kind == "synthetic"
     own = described.skew.model_dump()
     assert own["peak_load"] == load_skew("qwen3-30b-a3b", skew).peak_load
     if own["basis"] == "assumed":
-        assert "recorded from" not in described.description
+        assert "recorded from" not in words
 
 
 def test_a_title_names_whose_skew_it_is_where_it_is_another_models(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_o
     ep_size: int, tmp_path: Path
 ) -> None:
     found = skewed(tmp_path, ep_size, seed=0)
-    described = workload_facts(found)
+    described = found.subject.workload
     load_R = top_k_load(found.workload.batch(0).scores_TE, found.model.top_k).view(ep_size, -1).sum(dim=1)
     is_its_own = ep_size == 8
     assert ("rank_load" in described.targets) == is_its_own
@@ -107,7 +108,7 @@ def test_balanced_is_a_peak_load_of_one(tmp_path: Path) -> None:
     assert ways[0].comparison_id == ways[1].comparison_id
     assert ways[0].title.endswith(", balanced loads")
     assert not is_drawn(ways[0].experiment, 8)
-    assert workload_facts(ways[0]).targets == {"peak_load": 1.0, "rank_load": {"8": 1.0}}
+    assert ways[0].subject.workload.targets == {"peak_load": 1.0, "rank_load": {"8": 1.0}}
     for beside in ({"skew": "mixed"}, {"peak_load": 1.0}, {"rank_load": 1.0}, {"neighbour_overlap": 2.0}):
         with pytest.raises(ValueError, match=f"balanced: prescribes all loads; expected no {next(iter(beside))}"):
             experiment(tmp_path, model=model, workload={"balanced": True, **beside})
@@ -201,9 +202,9 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     assert planned(padding_per_rank=0).comparison_id == plain.comparison_id
     assert plain.cases[2].case_id != masked.cases[2].case_id
     assert digest_of(masked.workload) == digest_of(plain.workload)
-    assert workload_facts(plain).padding is None
+    assert plain.subject.workload.padding is None
     assert masked.title.endswith(", no skew, 3 padding a rank")
-    uneven = workload_facts(planned(padding_per_rank=3, num_tokens=63))
+    uneven = planned(padding_per_rank=3, num_tokens=63).subject.workload
     assert uneven.padding == {"per_rank": 3, "of": [31, 32]}
 
 

@@ -15,12 +15,12 @@ from test_workload import top_k_load
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import milliseconds
-from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import make_point
 from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts.words import describe_workload
 from moe_ep_bench.workload.targets import read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
@@ -69,7 +69,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         comparison = make_point(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
-        described = workload_facts(comparison).description
+        described = describe_workload(comparison.subject)
         assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers, as" in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)

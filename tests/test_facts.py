@@ -16,8 +16,8 @@ from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
 from moe_ep_bench.facts import Assumption
 
-# Words that a config or somebody else wrote, and titles.
-IN_WORDS = {"title", "sizes", "description", "traffic", "source", "departures", "why", "label"}
+# Words that a config or somebody else wrote, reasons, and labels of cases.
+IN_WORDS = {"source", "departures", "why", "label"}
 
 
 def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -20,6 +20,8 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import RANKS
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK
+from moe_ep_bench.facts import TimedFacts
+from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.schema import (
     LAYER_PHASES,
     MODEL_PHASES,
@@ -95,7 +97,7 @@ def test_run_json_says_what_was_built(finished: Path) -> None:
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
     assert (whole["num_layers"], whole["of_layers"]) == (3, 27)
-    assert "first 3 of 27 layers, prefill" in comparison["title"]
+    assert "first 3 of 27 layers, prefill" in title_words(TimedFacts(**comparison))
 
 
 def test_every_layer_is_routed_by_scores_of_its_own_and_is_right(finished: Path) -> None:

@@ -14,11 +14,12 @@ import yaml
 from trace_files import write_trace
 
 from moe_ep_bench.bench import commands
-from moe_ep_bench.bench.description import describe_timed_run, workload_facts
+from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
 from moe_ep_bench.bench.point import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts.words import traffic_words
 
 CONFIG = {
     "name": "tiny",
@@ -60,7 +61,7 @@ def test_a_plan_has_the_same_cases_and_workloads_on_ranks_and_on_virtual_ones(co
             assert one.workloads.keys() == real.workloads.keys()
             for mine, theirs in zip(one.workloads.values(), real.workloads.values(), strict=True):
                 assert torch.equal(mine.batch(1).scores_TE, theirs.batch(1).scores_TE)
-            assert workload_facts(one) == workload_facts(real)
+            assert one.subject.workload == real.subject.workload
 
 
 def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_title_names_what_takes_the_place_of_a_skews_own_load(
     config = {**CONFIG, "workload": workload, "sweep": {}, "model": {"preset": "olmoe-1b-7b"}, "layer": {"ep_size": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
-    assert one.traffic == words
+    assert traffic_words(one.subject.workload) == words
 
 
 def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

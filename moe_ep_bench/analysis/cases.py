@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load, melted
-from moe_ep_bench.facts import NOT_EXECUTED, ComparisonFacts, JudgedFacts, origin_of
+from moe_ep_bench.facts import NOT_EXECUTED, RoutedFacts, origin_of
 from moe_ep_bench.facts.words import (
     describe_links,
     device_name,
@@ -53,7 +53,9 @@ from moe_ep_bench.facts.words import (
     links_name,
     modelled_links,
     ran_on_words,
-    tokens_words,
+    sizes_words,
+    title_words,
+    traffic_words,
     workload_words,
 )
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
@@ -371,8 +373,7 @@ def comparisons(store: Store) -> pd.DataFrame:
 @of_each
 def _comparisons(store: Directory) -> pd.DataFrame:
     """``comparisons`` whose titles may be alike."""
-    layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
-    return pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
+    return pd.DataFrame(list(map(_comparison, store.comparisons)))
 
 
 def _distinct_titles(rows: pd.DataFrame) -> pd.Series:
@@ -394,7 +395,7 @@ def point_words(point: Mapping[str, Any]) -> str:
     return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in named)
 
 
-def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
+def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
     is_timed = "samples" in KINDS[run.mode].tables
     workload = getattr(facts, "workload", None)
@@ -405,7 +406,9 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         **values_of("", facts, _FACTS),
         **values_of("", run, ("mode", "scope")),
         **values_of("", workload, ("tail_model", "seed")),
-        "title": _title(facts),
+        "title": (title := title_words(facts)),
+        "sizes": workload and sizes_words(facts),
+        "traffic": traffic_words(workload) if isinstance(facts, RoutedFacts) else None,
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
         "num_launches": len(one.conditions),
@@ -420,26 +423,9 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         "ran_on_short": ran_on_words(run, facts, in_short=True),
         "links_words": of_links and describe_links(*of_links),
         "links_short": of_links and modelled_links(*of_links),
-        "workload_words": workload and _workload_words(facts, layers),
-        "facts": facts.model_dump(mode="json"),
+        "workload_words": workload and workload_words(facts),
+        "facts": {**facts.model_dump(mode="json"), "title": title},
     }
-
-
-def _title(facts: ComparisonFacts | JudgedFacts) -> str:
-    """The comparison's own title; of layers that were routed alike the words that they share."""
-    if getattr(facts, "group", None) is None:
-        return facts.title
-    return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {facts.traffic}"
-
-
-def _workload_words(facts: ComparisonFacts, layers: Sequence[float]) -> str:
-    """The workload's own words, of all layers that were routed alike together."""
-    words = workload_words(facts)
-    if getattr(facts, "group", None) is not None and len(layers) > 1:
-        words = re.sub(
-            r"layer \d+", f"{len(layers)} layers from {min(layers):.0f} to {max(layers):.0f}", words, count=1
-        )
-    return words
 
 
 # ---- rows per sample, iteration and batch ----------------------------------------------------------------------------

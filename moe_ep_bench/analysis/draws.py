@@ -11,7 +11,6 @@ joined likewise. Layers that were routed without times keep their batches, and a
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from moe_ep_bench.facts import Conditions, JudgedFacts, RoutedFacts, RunFacts, T
 SEED = "workload.seed"
 LAYER = "workload.layer"
 # Facts in which draws of one traffic may differ, as in the swept keys above.
-_APART = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
+_APART = {"point": True, "workload": True, "title": True, "sizes": True, "rank_tokens": True, "order": True}
 _APART |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
 
 
@@ -103,7 +102,10 @@ def _joined_layers(members: Sequence[Read]) -> Read:
     first = min((one.comparison for one in members), key=lambda comparison: comparison.facts.layer or 0)
     marks = [{} if (layer := one.comparison.facts.layer) is None else {"layer": layer} for one in members]
     keys = [set(_keys(one.cases)) for one in members]
-    comparison = replace(first, comparison_id=first.facts.group)
+    layers = sorted(one.comparison.facts.layer or 0 for one in members)
+    workload = first.facts.workload.model_copy(update={"layers": layers})
+    facts = first.facts.model_copy(update={"workload": workload})
+    comparison = replace(first, comparison_id=first.facts.group, facts=facts)
     return _with_rows(comparison, members, marks, set.intersection(*keys))
 
 
@@ -149,24 +151,13 @@ def _shared(members: Sequence[Comparison], num_batches: int) -> Comparison:
     """Facts that cases of several draws share; the conditions of a draw are those of a launch."""
     first, facts = members[0], members[0].facts
     swept = {key: {_swept(one)[key] for one in members} for key in _swept(first)}
-    draws = len(members) if SEED in swept else 1
-
-    def of_all(words: str) -> str:
-        """Words of the first comparison, for all of them."""
-        words = words.replace(", one draw", f", {draws} draws")
-        for key, values in swept.items():
-            name = key.rpartition(".")[2]
-            several = f"{len(values)} {name}s from {min(values)} to {max(values)}"
-            words = re.sub(rf"\b{name} {facts.point[key]}\b", several, words, count=1)
-        return words
-
+    seeds, layers = (sorted(swept.get(key, ())) for key in (SEED, LAYER))
     shared = {
-        "title": of_all(facts.title),
-        "workload": facts.workload.model_copy(update={"description": of_all(facts.workload.description)}),
+        "workload": facts.workload.model_copy(update={"seeds": seeds, "layers": layers}),
         "point": _point(first),
         "num_batches": num_batches,
-        "draws": draws,
-        "layers": len(swept.get(LAYER, [0])),
+        "draws": len(members) if SEED in swept else 1,
+        "layers": max(1, len(layers)),
     }
     conditions = {launch: of for launch, one in enumerate(members) for of in one.conditions.values()}
     return replace(first, facts=facts.model_copy(update=shared), conditions=conditions)

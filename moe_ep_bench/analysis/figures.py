@@ -26,8 +26,8 @@ from moe_ep_bench.analysis.store import Store, with_draws_apart
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import SkewFacts
-from moe_ep_bench.facts.words import basis_words
+from moe_ep_bench.facts import SkewFacts, Workload
+from moe_ep_bench.facts.words import basis_words, traffic_words
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
@@ -289,7 +289,7 @@ def claim_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
 def _traffic_words(facts: Mapping[str, Mapping]) -> str:
     """What a workload was calibrated to; of others what they are."""
     skew = facts["workload"].get("skew")
-    return basis_words(SkewFacts(**skew)) if skew else facts["workload"]["description"]
+    return basis_words(SkewFacts(**skew)) if skew else traffic_words(Workload(**facts["workload"]))
 
 
 def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:

@@ -163,7 +163,7 @@ def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
     """Whether ranks' loads are those of a single draw, of which the title says nothing."""
     facts, targets = one.facts, one.facts.workload.targets
     by_chance = targets.get("peak_load") and not targets.get("rank_load") and facts.num_ranks > 1
-    return bool(by_chance) and rows["num_draws"].iloc[0] == 1 and "one draw" not in rows["title"].iloc[0]
+    return bool(by_chance) and rows["num_draws"].iloc[0] == 1 and not facts.workload.is_one_draw
 
 
 def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:

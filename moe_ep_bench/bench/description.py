@@ -19,9 +19,8 @@ from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import FP8, PRECISIONS
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Component, JsonRecord, ModelExtent, Rest, RoutedFacts, SkewFacts, TimedFacts
-from moe_ep_bench.facts import Workload as WorkloadFacts
-from moe_ep_bench.facts.words import basis_words, counted_words, describe_device
+from moe_ep_bench.facts import Component, JsonRecord, Rest, RoutedFacts, Subject, TimedFacts
+from moe_ep_bench.facts.words import describe_device
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
@@ -29,7 +28,6 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.targets import PATTERNS, counted_layers
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.ranks import Ranks
@@ -95,19 +93,16 @@ def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Point]) 
 
 
 def routed_facts(comparison: Point) -> RoutedFacts:
-    facts = {"group": comparison.routed_alike, "traffic": comparison.traffic, "layer": comparison.layer}
-    return RoutedFacts(**_shared(comparison), **facts)
+    facts = {"group": comparison.routed_alike, "layer": comparison.layer, "scale": None, "world_size": None}
+    return RoutedFacts(**{**_shared(comparison), **facts})
 
 
 def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
     model, experiment, layer_backend = comparison.model, comparison.experiment, comparison.layer_backend
     facts = {
-        "scale": model.scale,
         "num_replicas": comparison.world_size // comparison.ep_size,
-        "world_size": comparison.world_size,
         "dtype": experiment.layer.dtype,
         "backend": ranks.backend,
-        "cuda_graph": comparison.scope if layer_backend.cuda_graph else None,
         "experts": Component(
             requested=experiment.layer.experts, ran=layer_backend.experts, why=layer_backend.experts_why
         ),
@@ -117,8 +112,6 @@ def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
         "departures": list(model.departures),
         "point": point_of(experiment),
     }
-    if comparison.scope == "model":
-        facts["whole"] = ModelExtent(num_layers=comparison.num_layers, of_layers=model.num_layers)
     if comparison.links is not None:
         facts |= {
             **links_facts(comparison),
@@ -136,21 +129,12 @@ def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
 
 
 def _shared(comparison: Point) -> dict[str, Any]:
-    """What is said of any comparison (``facts.ComparisonFacts``)."""
-    model = comparison.model
+    """Facts of any comparison (``facts.ComparisonFacts``)."""
+    tokens_R = comparison.tokens_R
     return {
-        "title": comparison.title,
-        "sizes": comparison.sizes,
-        "model": model.name,
-        "num_experts": model.num_experts,
-        "top_k": model.top_k,
-        "num_ranks": comparison.ep_size,
-        "num_tokens": comparison.num_tokens,
-        "fullest_tokens": None
-        if comparison.tokens_R is None
-        else comparison.tokens_R.max() / comparison.tokens_R.mean(),
+        **{name: getattr(comparison.subject, name) for name in Subject.model_fields},
+        "fullest_tokens": None if tokens_R is None else tokens_R.max() / tokens_R.mean(),
         "num_batches": comparison.workload.num_batches,
-        "workload": workload_facts(comparison),
         "kernel": kernels_of(comparison),
     }
 
@@ -166,28 +150,6 @@ def kernels_of(comparison: Point) -> Component:
     ran = {comparison.kernel_of(case) for case in comparison.cases}
     why = triton_lacks() if comparison.on_gpu else ""
     return Component(requested="auto", ran=", ".join(name for name in KERNELS if name in ran), why=why)
-
-
-def workload_facts(comparison: Point) -> WorkloadFacts:
-    """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
-    preset, config = comparison.experiment.model.preset, comparison.experiment.workload
-    facts: dict[str, Any] = {**comparison.workload.describe(), "seed": config.seed}
-    if config.padding_per_rank:
-        some = comparison.rank_tokens[comparison.rank_tokens > 0]
-        facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
-    source = ""
-    if isinstance(config, SyntheticConfig):
-        if config.skew_from is not None:
-            layers = counted_layers(config.skew_from)
-            source = f"synthetic, loads of layer {config.layer} counted in {config.skew_from.name}"
-            source += f" ({counted_words(*layers)}); " if layers else "; "
-        elif config.skew is not None and config.skew not in PATTERNS:
-            skew = config.calibration(preset)
-            # A peak load in place of the skew's own is of no layer that was recorded.
-            own = skew.model_dump(mode="json", exclude_none=True, exclude={"layers"} if config.peak_load else None)
-            facts["skew"] = {"name": config.skew, **own}
-            source = f"synthetic, {basis_words(SkewFacts(**facts['skew']))}; "
-    return WorkloadFacts(**{**facts, "description": source + facts["description"]})
 
 
 def links_facts(comparison: Point) -> dict[str, Any]:

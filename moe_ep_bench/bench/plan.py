@@ -20,7 +20,7 @@ import numpy as np
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.bench.description import device_sentence, fit_of, held_here, workload_facts
+from moe_ep_bench.bench.description import device_sentence, fit_of, held_here
 from moe_ep_bench.bench.point import Point
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
@@ -29,7 +29,7 @@ from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_laye
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import OK, UserError, brief, naming
-from moe_ep_bench.facts.words import fit_words
+from moe_ep_bench.facts.words import describe_workload, fit_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.backend import LayerBackend
@@ -314,7 +314,7 @@ def dry_run(
 def _lines(point: Point) -> Iterator[str]:
     """The title, the cases, and what they take."""
     backend = point.backend
-    batches = f"{point.workload.num_batches} batches of {workload_facts(point).description}"
+    batches = f"{point.workload.num_batches} batches of {describe_workload(point.subject)}"
     yield f"{point.title} on {point.world_size} rank(s), {batches}"
     for case in point.cases:
         kernel = point.kernel_of(case) if backend == RANKS else None

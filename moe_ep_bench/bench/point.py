@@ -30,7 +30,6 @@ from moe_ep_bench.config import (
     TWO_BATCH,
     Experiment,
     Lossless,
-    RecordedConfig,
     ReplicationConfig,
     Rule,
     SyntheticConfig,
@@ -38,8 +37,9 @@ from moe_ep_bench.config import (
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.facts import CaseFacts, Role
-from moe_ep_bench.facts.words import tokens_words
+from moe_ep_bench.facts import CaseFacts, ModelExtent, Role, Subject
+from moe_ep_bench.facts import Workload as WorkloadFacts
+from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.backend import LayerBackend
@@ -49,7 +49,7 @@ from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_ha
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.targets import PATTERNS
+from moe_ep_bench.workload.targets import PATTERNS, counted_layers
 
 BASELINE, NOISE, BALANCED, POLICY = "baseline", "noise", "balanced", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
@@ -292,62 +292,58 @@ class Point:
             facts["trace"] = [trace.sha256() for trace in workload.traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
-    # ---- words -------------------------------------------------------------------------------------------------------
+    # ---- facts -------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def title(self) -> str:
         """Model, sizes and workload."""
-        model, extent = self.model, ""
+        return title_words(self.subject)
+
+    @cached_property
+    def subject(self) -> Subject:
+        """What is measured, as ``run.json`` has it."""
+        model, whole = self.model, None
         if self.scope == "model":
-            built, context = self.num_layers, self.context_length
-            cut = f"first {built} of" if built < model.num_layers else "all"
-            extent = (
-                f"{cut} {model.num_layers} layers, {f'decode after {tokens_words(context)}' if context else 'prefill'}"
+            whole = ModelExtent(
+                num_layers=self.num_layers, of_layers=model.num_layers, context_length=self.context_length
             )
-        parts = (
-            model.name + (f" x {model.scale:g}" if model.scale != 1 else ""),
-            extent,
-            self.sizes,
-            self.traffic,
-            f"layer {self.layer}" if self.layer is not None else "",
-            "CUDA graph" if self.layer_backend.cuda_graph else "",
+        several = self.world_size > 1
+        return Subject(
+            model=model.name,
+            scale=model.scale,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            num_ranks=self.ep_size,
+            world_size=self.world_size,
+            num_tokens=self.num_tokens,
+            rank_tokens=(int(self.rank_tokens.min()), int(self.rank_tokens.max())) if several else None,
+            workload=self._workload_facts,
+            whole=whole,
+            cuda_graph=self.scope if self.layer_backend.cuda_graph else None,
         )
-        return ", ".join(filter(None, parts))
 
     @property
-    def sizes(self) -> str:
-        """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
-        sizes = f"EP {self.ep_size}, {tokens_words(self.num_tokens)}"
-        if self.world_size == 1:
-            return sizes
-        least, most = int(self.rank_tokens.min()), int(self.rank_tokens.max())
-        return f"{sizes} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
-
-    @property
-    def traffic(self) -> str:
-        """Where tokens come from: a skew, or recordings with their stage; and the padding."""
-        experiment, config, workload = self.experiment, self.experiment.workload, self.workload
+    def _workload_facts(self) -> WorkloadFacts:
+        """The workload's facts, its padding, and what a named skew was calibrated to."""
+        experiment, config = self.experiment, self.experiment.workload
         preset = experiment.model.preset
-        if isinstance(config, RecordedConfig):
-            assert isinstance(workload, RecordedWorkload)
-            decoded = all(trace.metadata["phase"] == "decode" for trace in workload.traces)
-            domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
-            words = f"{domains}, {'decode' if decoded or config.is_step else 'prefill'}, {config.tail_words}"
-        elif config.is_balanced:
-            words = "balanced loads"
-        elif config.skew is not None:
-            of = None if config.skew in PATTERNS else config.calibration(preset).of  # None: the model's own
-            words = config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
-            words += "" if config.peak_load is None else f", peak load {config.peak_load:g}"
-        elif config.skew_from is not None:
-            words = f"loads of layer {config.layer} of {config.skew_from.name}"
-        else:
-            words = "no skew" if config.peak_load is None else f"peak load {config.peak_load:g}"
-        if is_drawn(experiment, self.ep_size) and config.targets(preset)["rank_load"]:
-            # The skew's load of the fullest rank is of another EP size.
-            words += ", experts placed at random, one draw"
-        num_padding = config.padding_per_rank
-        return words + (f", {num_padding:,} padding a rank" if num_padding else "")
+        facts: dict[str, Any] = {**self.workload.describe(), "seed": config.seed}
+        if config.padding_per_rank:
+            some = self.rank_tokens[self.rank_tokens > 0]
+            facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
+        if isinstance(config, SyntheticConfig):
+            # The skew's load of the fullest rank may be of another EP size.
+            placed = is_drawn(experiment, self.ep_size) and config.targets(preset)["rank_load"]
+            facts |= {"peak_load": config.peak_load, "is_one_draw": bool(placed)}
+            if config.skew_from is not None:
+                layers = counted_layers(config.skew_from)
+                facts["counted"] = {"file": config.skew_from.name, "layer": config.layer, "num_layers": layers}
+            elif config.skew is not None and config.skew not in PATTERNS:
+                skew = config.calibration(preset)
+                # A peak load in place of the skew's own is of no layer that was recorded.
+                own = skew.model_dump(mode="json", exclude_none=True, exclude={"layers"} if config.peak_load else None)
+                facts["skew"] = {"name": config.skew, **own}
+        return WorkloadFacts(**facts)
 
     # ---- tokens of ranks ---------------------------------------------------------------------------------------------
 

@@ -247,10 +247,6 @@ class RecordedConfig(_Workload):
         """Tokens of a request in a batch; None = whole sequences, as recorded."""
         return self.tokens_per_request if self.is_step else None
 
-    @property
-    def tail_words(self) -> str:
-        return "all scores recorded" if self.tail == "recorded" else f"{self.tail} tail"
-
 
 class LayerConfig(Strict):
     dtype: Literal[(*PRECISIONS,)] | None = None

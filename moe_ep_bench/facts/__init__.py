@@ -54,7 +54,13 @@ class JsonRecord(BaseModel):
 
 
 class Source(JsonRecord):
+    """A recording, as its file says."""
+
     num_tokens: Count  # that were recorded
+    domain: str = ""
+    phase: str = ""  # prefill or decode
+    source: str = ""
+    licence: str = ""
 
 
 class Recording(JsonRecord):
@@ -73,6 +79,7 @@ class SkewFacts(JsonRecord):
     """A skew that a config names (``workload.targets.Skew``)."""
 
     name: str
+    of: str | None = None  # whose, where that is not this model
     basis: str  # of its targets: recorded, published, assumed
     source: str
     layers: SkewLayers | None = None
@@ -90,10 +97,44 @@ class Targets(JsonRecord):
     expert_loads: list[float] | None = None
 
 
+class Counted(JsonRecord):
+    """A layer of a file that counts pairs by expert (``workload.skew_from``)."""
+
+    file: str
+    layer: NonNegativeInt
+    num_layers: tuple[int, int] | None = None  # that have counts, and all; None where these are the same
+
+
 class Workload(JsonRecord):
+    """The batches of a comparison: where tokens and scores come from.
+
+    Attributes:
+        num_batches: of one seed and one layer; ``num_tokens`` of a batch.
+        sequence_length: of a synthetic workload.
+        tokens_per_request: of a step of decode that is replayed; None = whole sequences.
+        stage: of a recording.
+        tail_model: how scores beyond a recorded top-k are filled in; None = nothing is.
+        peak_load: as it was asked for, beside a skew or alone.
+        is_one_draw: which experts share a rank was left to chance, and decides the load of ranks.
+        seeds, layers: where comparisons were joined, those of all.
+        description: as earlier versions composed it.
+    """
+
     kind: Literal["synthetic", "recorded"]
-    description: str
     tail_model: str | None
+    num_batches: Count | None = None
+    num_tokens: Count | None = None
+    sequence_length: Count | None = None
+    tokens_per_request: Count | None = None
+    stage: Literal["prefill", "decode"] | None = None
+    layer: NonNegativeInt | None = None
+    peak_load: float | None = None
+    is_balanced: bool = False
+    is_one_draw: bool = False
+    counted: Counted | None = None
+    seeds: list[int] = []
+    layers: list[int] = []
+    description: str | None = None
     recording: Recording | None = None
     skew: SkewFacts | None = None
     scores_assumed: bool = False  # of a recording, equal over the top-k, for it has none
@@ -230,6 +271,7 @@ class ModelExtent(JsonRecord):
 
     num_layers: Count  # that were built
     of_layers: Count  # that the model has
+    context_length: NonNegativeInt = 0  # tokens in the cache of requests that decode; 0 = prompts
 
 
 class Rest(JsonRecord):
@@ -245,19 +287,38 @@ class Rest(JsonRecord):
         return self.num_moe_layers * (layer_ms + self.us_per_moe_layer / 1e3)
 
 
-class ComparisonFacts(JsonRecord):
-    """Conditions that all cases of a comparison share; its cases may be paired."""
+class Subject(JsonRecord):
+    """What a comparison measures: a model's layers, on ranks, under a workload. Its title names this.
 
-    title: str
-    sizes: str | None = None  # EP ranks, tokens of all of them and of each, in words
+    Attributes:
+        scale: 1.0 = the model's true sizes; None where nothing is computed.
+        num_ranks: R, of an EP group; ``world_size`` of all groups.
+        num_tokens: of all ranks; ``rank_tokens`` of a rank, the fewest and the most in any batch.
+        whole: None = one layer.
+        cuda_graph: what graphs hold and replay; None = run eagerly.
+        title, sizes: as earlier versions composed them.
+    """
+
     model: str
+    scale: PositiveFloat | None = None
     num_experts: Count
     top_k: Count
-    num_ranks: Count  # R
-    num_tokens: Count  # of all ranks
+    num_ranks: Count
+    world_size: Count | None = None
+    num_tokens: Count
+    rank_tokens: tuple[int, int] | None = None
+    workload: Workload
+    whole: ModelExtent | None = None
+    cuda_graph: Literal["layer", "model"] | None = None
+    title: str | None = None
+    sizes: str | None = None
+
+
+class ComparisonFacts(Subject):
+    """Conditions that all cases of a comparison share; its cases may be paired."""
+
     fullest_tokens: PositiveFloat | None = None  # of the rank with most over the mean, where ranks were given theirs
     num_batches: Count
-    workload: Workload
     kernel: Component | None = None  # of routing
     order: int = 0  # in the config
 
@@ -266,7 +327,6 @@ class RoutedFacts(ComparisonFacts):
     """One layer of ``route``, where nothing is timed. Layers of a ``group`` are routed alike."""
 
     group: str
-    traffic: str
     layer: NonNegativeInt | None
 
 
@@ -278,7 +338,6 @@ class TimedFacts(ComparisonFacts):
     world_size: Count
     dtype: str
     backend: Literal["nccl", "gloo"]
-    cuda_graph: Literal["layer", "model"] | None = None  # what graphs hold and replay; None = run eagerly
     experts: Component
     permute: Component
     oversubscribed: bool  # more ranks than cores
@@ -295,7 +354,6 @@ class TimedFacts(ComparisonFacts):
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
-    whole: ModelExtent | None = None  # None = one layer was timed
     draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)
     layers: Count = 1  # of a recording, likewise
 

@@ -5,7 +5,7 @@ Tables, figures, answers and the page print them. Nothing reads them: a decision
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
@@ -16,16 +16,21 @@ from moe_ep_bench.facts import (
     DeviceFacts,
     ExchangeFacts,
     ExpertFacts,
+    JudgedFacts,
     LinkFacts,
     LinksFacts,
     MeasuredBy,
+    ModelExtent,
+    Recording,
     Rest,
     RoutedFacts,
     Rows,
     RunFacts,
     SkewFacts,
     SkewLayers,
+    Subject,
     TimedFacts,
+    Workload,
 )
 from moe_ep_bench.models.memory import Fit
 
@@ -364,10 +369,138 @@ def component_words(component: Component) -> str:
     )
 
 
+# ---- titles and workloads --------------------------------------------------------------------------------------------
+
+
+def title_words(facts: Subject | JudgedFacts) -> str:
+    """Model, extent, sizes and traffic."""
+    if facts.title is not None:
+        return facts.title
+    if isinstance(facts, RoutedFacts):
+        return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {traffic_words(facts.workload)}"
+    workload = facts.workload
+    parts = (
+        facts.model + (f" x {facts.scale:g}" if facts.scale not in (1, None) else ""),
+        _extent_words(facts.whole) if facts.whole else "",
+        sizes_words(facts),
+        traffic_words(workload),
+        _layer_words(workload.layer, workload.layers) if workload.layer is not None and not facts.whole else "",
+        "CUDA graph" if facts.cuda_graph else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _extent_words(whole: ModelExtent) -> str:
+    """How much of a whole model, and its stage."""
+    cut = f"first {whole.num_layers} of" if whole.num_layers < whole.of_layers else "all"
+    stage = f"decode after {tokens_words(whole.context_length)}" if whole.context_length else "prefill"
+    return f"{cut} {whole.of_layers} layers, {stage}"
+
+
+def sizes_words(facts: Subject) -> str | None:
+    """Ranks, tokens of all of them together, and those of a rank, from the least to the most."""
+    sizes = f"EP {facts.num_ranks}, {tokens_words(facts.num_tokens)}"
+    if facts.sizes is not None or facts.rank_tokens is None:
+        return facts.sizes or sizes
+    least, most = facts.rank_tokens
+    return f"{sizes} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
+
+
+def traffic_words(workload: Workload) -> str:
+    """Where tokens come from: a skew, or recordings with their stage; and the padding."""
+    skew, counted, peak = workload.skew, workload.counted, workload.peak_load
+    if workload.recording is not None:
+        domains = " + ".join(source.domain for source in workload.recording.sources)
+        words = f"{domains}, {workload.stage}, {_tail_words(workload)}"
+    elif workload.is_balanced:
+        words = "balanced loads"
+    elif (pattern := workload.targets.get("pattern") if skew is None else skew.name) is not None:
+        words = pattern.replace("_", " ") + (f" skew of {skew.of}" if skew is not None and skew.of else "")
+        words += "" if peak is None else f", peak load {peak:g}"
+    elif counted is not None:
+        words = f"loads of {_layer_words(counted.layer, workload.layers)} of {counted.file}"
+    else:
+        words = "no skew" if peak is None else f"peak load {peak:g}"
+    if workload.is_one_draw:
+        draws = f"{len(workload.seeds)} draws" if workload.seeds else "one draw"
+        words += f", experts placed at random, {draws}"
+    num_padding = (workload.padding or {}).get("per_rank")
+    return words + (f", {num_padding:,} padding a rank" if num_padding else "")
+
+
 def workload_words(facts: ComparisonFacts) -> str:
     """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
     workload = facts.workload
     if isinstance(facts, RoutedFacts):
-        return workload.description
+        return describe_workload(facts)
     tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload: {workload.description.removeprefix(f'{workload.kind} ')}{tail}"
+    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}"
+
+
+def describe_workload(facts: Subject) -> str:
+    """The batches in one line: what they were drawn from, targets, sizes and the seed."""
+    workload = facts.workload
+    if workload.description is not None:
+        return workload.description
+    if workload.recording is not None:
+        return _recorded_words(workload, workload.recording)
+    source, counted, skew = "", workload.counted, workload.skew
+    if counted is not None:
+        few = f" ({counted_words(*counted.num_layers)})" if counted.num_layers else ""
+        source = f"synthetic, loads of {_layer_words(counted.layer, workload.layers)} counted in {counted.file}{few}; "
+    elif skew is not None:
+        source = f"synthetic, {basis_words(skew)}; "
+    targets = ", ".join(_target_words(workload)) or "no skew asked for"
+    size = f"{workload.num_batches} x {workload.num_tokens} tokens in sequences of {workload.sequence_length}"
+    shape = f"{facts.num_experts} experts, top-{facts.top_k}"
+    return f"{source}synthetic softmax scores, {targets}, {shape}, {size}, {_seed_words(workload)}"
+
+
+def _target_words(workload: Workload) -> Iterator[str]:
+    """What a synthetic workload was solved to."""
+    targets = workload.targets
+    loads = targets.get("rank_load") or {}
+    said = {
+        "pattern": targets.get("pattern"),
+        "balanced": "loads" if workload.is_balanced else None,
+        "peak load": None if workload.is_balanced else targets.get("peak_load"),
+        "experts' loads": None if targets.get("expert_loads") is None else "as counted",
+        "rank load": next((f"{load:g} on {ranks} ranks" for ranks, load in loads.items()), None),
+        **{f"dropped at factor {factor}": f"{cut[0]:.1%}" for factor, cut in (targets.get("cuts") or {}).items()},
+        "top-k share": targets.get("topk_share"),
+        "neighbour overlap": targets.get("neighbour_overlap"),
+    }
+    for name, value in said.items():
+        if value is not None:
+            yield f"{name} {value}"
+
+
+def _recorded_words(workload: Workload, recording: Recording) -> str:
+    sources = recording.sources
+    if workload.tokens_per_request is not None:
+        requests, tokens = (workload.num_tokens or 0) // workload.tokens_per_request, workload.tokens_per_request
+        size = f"decoding steps of {requests} requests x {tokens} token{'s' * (tokens > 1)}"
+    else:
+        recorded = sum(source.num_tokens for source in sources)
+        size = f"x {workload.num_tokens} tokens in whole sequences of {recorded} recorded tokens"
+    domains = " + ".join(source.domain for source in sources)
+    origins = dict.fromkeys(f"{source.phase} by {source.source} ({source.licence})" for source in sources)
+    assumed = "scores assumed, " if workload.scores_assumed else ""
+    layer = _layer_words(workload.layer, workload.layers)
+    return (
+        f"{recording.model}, {layer}, {assumed}{domains}, recorded in {' and '.join(origins)}, "
+        f"{workload.num_batches} {size}, {_tail_words(workload)}, {_seed_words(workload)}"
+    )
+
+
+def _tail_words(workload: Workload) -> str:
+    return f"{workload.tail_model} tail" if workload.tail_model else "all scores recorded"
+
+
+def _layer_words(layer: int | None, layers: Sequence[int]) -> str:
+    return f"{len(layers)} layers from {min(layers)} to {max(layers)}" if len(layers) > 1 else f"layer {layer}"
+
+
+def _seed_words(workload: Workload) -> str:
+    seeds = workload.seeds
+    return f"{len(seeds)} seeds from {min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"seed {workload.seed}"

@@ -20,6 +20,7 @@ from moe_ep_bench.bench.point import BASELINE, POLICY, RANKS, REPLICATION, VIRTU
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
+from moe_ep_bench.facts.words import traffic_words
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.papers import Primary
 from moe_ep_bench.papers.claims import Claim, claims_path
@@ -101,6 +102,7 @@ def _rows(
         cases = {case.rule: case.case_id for case in listed}
         workload = comparison.experiment.workload
         skew = workload.skew if isinstance(workload, SyntheticConfig) else None
+        is_recorded = isinstance(workload, RecordedConfig)
         yield {
             "number": number,
             **{name: getattr(claim, name) for name in ("source", "of", "metric", "paper", "note")},
@@ -110,7 +112,7 @@ def _rows(
             "policy": policy.label if policy else "native",
             "versus": versus.label if versus else None,
             "setting": _setting(comparison, setting),
-            "traffic": "recorded" if isinstance(workload, RecordedConfig) else skew or comparison.traffic,
+            "traffic": "recorded" if is_recorded else skew or traffic_words(comparison.subject.workload),
             "primary": primary is not None and _has(comparison.experiment, primary),
             "primary_because": primary and primary.why,
         }

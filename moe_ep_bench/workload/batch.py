@@ -102,11 +102,9 @@ class Workload(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
-        """Say in JSON-ready words and numbers what the batches are; makes none.
+        """Return JSON-ready facts of the batches, by field of ``facts.Workload``; makes none.
 
-        Keys: ``kind`` (synthetic or recorded), ``description`` (one line for readers), ``tail_model`` (how scores
-        below a recorded top-k were filled in, else None), ``targets`` (what was asked for; native's routing says what
-        came of it), ``recording`` (provenance, else None).
+        ``targets`` are what was asked for; native's routing says what came of it.
         """
 
     @functools.cached_property

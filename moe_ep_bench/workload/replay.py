@@ -128,36 +128,28 @@ class RecordedWorkload(Workload):
             yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self.selection)
 
     def describe(self) -> dict[str, object]:
-        facts = [trace.metadata for trace in self.traces]
-        if self.arrangement == "decode":
-            requests, tokens = self.num_tokens // self.tokens_per_request, self.tokens_per_request
-            size = f"decoding steps of {requests} requests x {tokens} token{'s' * (tokens > 1)}"
-        else:
-            size = f"x {self.num_tokens} tokens in whole sequences of {self._offsets[-1]} recorded tokens"
-        tail = "all scores recorded" if self.tail == RECORDED else f"{self.tail} tail"
-        domains = " + ".join(words["domain"] for words in facts)
-        origins = dict.fromkeys(f"{words['phase']} by {words['source']} ({words['licence']})" for words in facts)
-        assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
+        first = self.traces[0]
+        is_decode = all(trace.metadata["phase"] == "decode" for trace in self.traces)
+        sources = [
+            {
+                "file": trace.path.name,
+                "sha256": trace.sha256(),
+                "num_tokens": trace.num_tokens,
+                **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+            }
+            for trace in self.traces
+        ]
         return {
             "kind": "recorded",
-            "description": f"{facts[0]['model']}, layer {self.layer}, {assumed}{domains}, recorded in "
-            f"{' and '.join(origins)}, {self.num_batches} {size}, {tail}, seed {self.seed}",
+            "num_batches": self.num_batches,
+            "num_tokens": self.num_tokens,
+            "tokens_per_request": self.tokens_per_request if self.arrangement == "decode" else None,
+            "stage": "decode" if is_decode or self.arrangement == "decode" else "prefill",
+            "layer": self.layer,
             "tail_model": None if self.tail == RECORDED else self.tail,
-            "scores_assumed": self.traces[0].scores_are_assumed,
+            "scores_assumed": first.scores_are_assumed,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
-            "recording": {
-                "model": facts[0]["model"],
-                "score": facts[0]["score"],
-                "sources": [
-                    {
-                        "file": trace.path.name,
-                        "sha256": trace.sha256(),
-                        "num_tokens": trace.num_tokens,
-                        **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
-                    }
-                    for trace in self.traces
-                ],
-            },
+            "recording": {"model": first.metadata["model"], "score": first.metadata["score"], "sources": sources},
         }
 
     # ---- what is drawn from ------------------------------------------------------------------------------------------

@@ -282,29 +282,17 @@ class SyntheticWorkload(Workload):
         strength = solving.solve_strength(lambda by: loads(by * popularity_E), self.peak_load, num_tokens, most)
         return strength * popularity_E
 
-    # ---- words -------------------------------------------------------------------------------------------------------
+    # ---- facts -------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        rank_load = self.rank_load and f"{self.rank_load[1]:g} on {self.rank_load[0]} ranks"
-        said = {
-            "pattern": self.pattern,
-            "balanced": "loads" if self.is_balanced else None,
-            "peak load": None if self.is_balanced else self.peak_load,
-            "experts' loads": None if self.expert_loads is None else "as counted",
-            "rank load": rank_load,
-            **{f"dropped at factor {factor:g}": f"{share:.1%}" for factor, share, _ in self.cuts},
-            "top-k share": self.topk_share,
-            "neighbour overlap": self.neighbour_overlap,
-        }
-        words = [f"{name} {value}" for name, value in said.items() if value is not None] or ["no skew asked for"]
-        size = f"{self.num_batches} x {self.num_tokens} tokens in sequences of {self.sequence_length}"
         return {
             "kind": "synthetic",
-            "description": f"synthetic softmax scores, {', '.join(words)}, {self.num_experts} experts, "
-            f"top-{self.top_k}, {size}, seed {self.seed}",
+            "num_batches": self.num_batches,
+            "num_tokens": self.num_tokens,
+            "sequence_length": self.sequence_length,
+            "is_balanced": self.is_balanced,
             "tail_model": None,
             "targets": self.targets(),
-            "recording": None,
         }
 
     def targets(self) -> dict[str, object]:

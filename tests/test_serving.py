@@ -135,6 +135,28 @@ def test_scores_that_are_no_numbers_are_one_line() -> None:
         layer_of("qwen").choice(logits_TE, ids_TK)
 
 
+def padded_rows(logits_TE: torch.Tensor) -> torch.Tensor:
+    """The same logits as a view into wider rows, as compiled code may hand them over (vLLM, pull request 57823)."""
+    wide_TW = torch.full((len(logits_TE), EXPERTS + 4), 100.0, dtype=logits_TE.dtype)
+    wide_TW[:, :EXPERTS] = logits_TE
+    return wide_TW[:, :EXPERTS]
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_a_choice_is_of_the_rows_that_a_strided_view_shows(family: str) -> None:
+    """vLLM's kernel took row t at t x E numbers: what it then chose is refused, and the rows themselves are read."""
+    logits_TE, layer = logits(), layer_of(family)
+    view_TE = padded_rows(logits_TE)
+    assert view_TE.stride() == (EXPERTS + 4, 1)
+    _, ids_TK = routed_by_vllm(family, logits_TE)
+    for of_view, of_rows in zip(layer.choice(view_TE, ids_TK), layer.choice(logits_TE, ids_TK), strict=True):
+        assert torch.equal(of_view, of_rows)
+    _, misread_TK = routed_by_vllm(family, view_TE.as_strided(logits_TE.shape, (EXPERTS, 1)))
+    assert f"{family}: ids_TK: expected the {TOP_K} best experts by the logits" in refusal(
+        layer.choice, logits_TE, misread_TK
+    )
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12))
 def test_slots_hold_what_the_policy_chose_and_read_no_other_expert(seed: int, tokens: int) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -191,10 +213,13 @@ def test_compiled_code_calls_the_policy_as_one_operation(session: plugin.Session
     warm_TK, _ = compiled(logits_TE * torch.nan, weights_TK, ids_TK)
     assert torch.equal(warm_TK, weights_TK)  # warm-up is no request's
     session.step = SimpleNamespace(scheduled=SimpleNamespace(total_num_scheduled_tokens=60), step=step_of(60))
-    found_TK, _ = compiled(logits_TE, weights_TK, ids_TK)
+    found_TK, found_ids_TK = compiled(logits_TE, weights_TK, ids_TK)
+    of_view = torch.ops.moe_ep_bench.route(padded_rows(logits_TE), weights_TK, ids_TK, 5)
+    assert torch.equal(of_view[0], found_TK)
+    assert torch.equal(of_view[1], found_ids_TK)
     assert (found_TK[:60] > 0).sum(dim=1).unique().tolist() == [1]
     assert torch.equal(found_TK[60:], weights_TK[60:])  # what fills up a batch
-    assert session.num_routed == 1
+    assert session.num_routed == 2
 
 
 def test_a_step_in_which_a_layer_was_passed_by_ends_the_server(session: plugin.Session) -> None:

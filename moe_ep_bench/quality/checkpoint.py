@@ -34,7 +34,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.models import ModelSpec, scores_from_logits, spec_of
 from moe_ep_bench.policies.contract import RoutingContext
-from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.policies.selection import preference, top_k_map
 from moe_ep_bench.workload.trace import TraceWriter, score_words
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -183,6 +183,8 @@ def _one_line(what: str) -> Iterator[None]:
 
 _ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
+# Of the best scores' sum, what a router that rounds to bfloat16 may fall short of it by.
+_ROUNDING = 2**-6
 
 
 class Choice(NamedTuple):
@@ -266,7 +268,7 @@ class MoELayer:
         that it took among equals are shown ahead by one unit in the last place.
 
         Raises:
-            ValueError: scores that are no numbers.
+            ValueError: scores that are no numbers, or expert ids that contradict them by more than rounding.
         """
         scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
         if not bool(scores_TE.isfinite().all()):
@@ -274,9 +276,30 @@ class MoELayer:
         own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
         tied_T = (top_k_map(scores_TE, self.context(1)) != own_TE).any(dim=1)
         if bool(tied_T.any()):
+            self._check_own(scores_TE, own_TE)
             ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
             scores_TE = torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)
         return Choice(scores_TE, own_TE)
+
+    def _check_own(self, scores_TE: Tensor, own_TE: Tensor) -> None:
+        """Refuse experts that are not the best by these scores: a kernel that read other logits chose them.
+
+        Of groups those count that the router took experts from, because rounding may decide between groups too.
+        """
+        keys_TE = preference(scores_TE, self.context(1))
+        if self.groups is not None:
+            own_TGe = own_TE.unflatten(1, (self.groups[0], -1))
+            is_taken_TE = own_TGe.any(dim=2, keepdim=True).expand_as(own_TGe).flatten(1)
+            keys_TE = keys_TE.masked_fill(~is_taken_TE, -torch.inf)
+        best_TK = keys_TE.topk(self.top_k, dim=1).values
+        lacks_T = best_TK.sum(dim=1) - torch.where(own_TE, keys_TE, 0).sum(dim=1)
+        wrong_T = lacks_T > _ROUNDING * best_TK.abs().sum(dim=1)
+        if bool(wrong_T.any()):
+            token = int(wrong_T.int().argmax())
+            raise UserError(
+                f"{self.name}: ids_TK: expected the {self.top_k} best experts by the logits, got "
+                f"{brief(own_TE[token].nonzero().flatten().tolist())} of token {token}: the router read other logits"
+            )
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:

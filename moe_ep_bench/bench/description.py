@@ -28,6 +28,7 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 if TYPE_CHECKING:
     from moe_ep_bench.runtime.ranks import Ranks
@@ -136,7 +137,14 @@ def _shared(comparison: Point) -> dict[str, Any]:
         "fullest_tokens": None if tokens_R is None else tokens_R.max() / tokens_R.mean(),
         "num_batches": comparison.workload.num_batches,
         "kernel": kernels_of(comparison),
+        "routing_checksum": _routing_checksum(comparison),
     }
+
+
+def _routing_checksum(comparison: Point) -> str | None:
+    """Of a layer whose pattern has one (``SyntheticWorkload.routing_checksum``)."""
+    workload = comparison.workloads.get(None)
+    return workload.routing_checksum(comparison.ep_size) if isinstance(workload, SyntheticWorkload) else None
 
 
 def point_of(experiment: Experiment) -> dict[str, Any]:

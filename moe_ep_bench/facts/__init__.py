@@ -320,6 +320,7 @@ class ComparisonFacts(Subject):
     fullest_tokens: PositiveFloat | None = None  # of the rank with most over the mean, where ranks were given theirs
     num_batches: Count
     kernel: Component | None = None  # of routing
+    routing_checksum: str | None = None  # of Megatron-LM's workloads, at this EP size
     order: int = 0  # in the config
 
 

@@ -431,10 +431,11 @@ def traffic_words(workload: Workload) -> str:
 def workload_words(facts: ComparisonFacts) -> str:
     """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
     workload = facts.workload
+    checksum = "" if facts.routing_checksum is None else f", routing checksum {facts.routing_checksum}"
     if isinstance(facts, RoutedFacts):
-        return describe_workload(facts)
+        return describe_workload(facts) + checksum
     tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}"
+    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}{checksum}"
 
 
 def describe_workload(facts: Subject) -> str:

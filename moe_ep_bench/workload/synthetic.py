@@ -25,8 +25,9 @@ A *pattern* is another benchmark's traffic. ``power_law_1.01`` and ``power_law_1
 (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
 tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and
 scaled to T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
+``W0_balanced`` to ``W7_burst`` are Megatron-LM's (``token_imbalance``), which are to the token those of the source.
 
-Which of its possible experts a token takes is chance, from our own stream: loads are those of the source in
+Which of a power law's experts a token takes is chance, from our own stream: loads are those of the source in
 distribution, not to the token. Scores are a softmax of noise plus what keeps the choice where it belongs.
 
 Shapes: T = tokens of all ranks, E = experts, K = top_k.
@@ -45,7 +46,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.workload import solving
+from moe_ep_bench.workload import solving, token_imbalance
 from moe_ep_bench.workload.batch import Workload, balanced_scores
 from moe_ep_bench.workload.scores import (
     Chunks,
@@ -59,6 +60,7 @@ from moe_ep_bench.workload.scores import (
     rows_at_once,
     softmax,
 )
+from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
 
 # Targets are solved for on so many scores of a batch at most: half a GiB of noise.
 SOLVED_SCORES = 2**26
@@ -108,6 +110,8 @@ class SyntheticWorkload(Workload):
     def __post_init__(self) -> None:
         if self.pattern is not None and self.num_groups is not None:
             raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
+        if self.pattern in TOKEN_IMBALANCE:
+            token_imbalance.check(self.pattern, self.num_experts, self.top_k)
         most = self.num_experts / self.top_k
         if self.peak_load is not None and not 1 <= self.peak_load <= most:
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
@@ -151,10 +155,9 @@ class SyntheticWorkload(Workload):
 
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
         if self.pattern is not None:
-            sizes, row_T, first = (self.num_experts, self.top_k, self.num_tokens, self.seed), row_numbers(runs), 0
+            row_T, first = row_numbers(runs), 0
             for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts):
-                inside_TE = inside_pattern(self.pattern, index, row_T[first : first + len(noise_TE)], *sizes)
-                yield softmax(noise_TE + INSIDE * inside_TE)
+                yield softmax(self._patterned(noise_TE, index, row_T[first : first + len(noise_TE)]))
                 first += len(noise_TE)
             return
         bias_E, sharpness = self._recipe(index)
@@ -168,6 +171,27 @@ class SyntheticWorkload(Workload):
                 scores_TE = balanced_scores(torch.from_numpy(scores_TE), self.top_k, *groups, row_T=rows).numpy()
             yield scores_TE
             first += len(scores_TE)
+
+    def _patterned(self, noise_TE: NDArray[np.float64], index: int, row_T: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Logits of some tokens of batch ``index`` under the pattern, from their noise."""
+        assert self.pattern is not None
+        if self.pattern not in TOKEN_IMBALANCE:
+            inside_TE = inside_pattern(self.pattern, index, row_T, *self._sizes)
+            return noise_TE + INSIDE * inside_TE
+        ids_TK, gates_TK = token_imbalance.routed(self.pattern, index, *self._sizes)
+        np.put_along_axis(noise_TE, ids_TK[row_T], INSIDE + np.log(gates_TK[row_T]), axis=1)
+        return noise_TE
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """What a pattern's batch depends on."""
+        return self.num_experts, self.top_k, self.num_tokens, self.seed
+
+    def routing_checksum(self, ep_size: int) -> str | None:
+        """What Megatron-LM's benchmark prints of the same workload; None where this is none of its."""
+        if self.pattern not in TOKEN_IMBALANCE:
+            return None
+        return token_imbalance.checksum(self.pattern, self.num_batches, *self._sizes, ep_size)
 
     def _noise(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float64]]:
         """Make noise of the expert at each index, in chunks; an expert takes its noise along to its place."""

@@ -35,6 +35,7 @@ from pydantic import Field, model_validator
 from moe_ep_bench.errors import UserError, brief, did_you_mean
 from moe_ep_bench.files import read_json
 from moe_ep_bench.presets import Preset, Strict
+from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
 
 # ---- skews -----------------------------------------------------------------------------------------------------------
 
@@ -134,8 +135,8 @@ class Skews(Preset):
 
 TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = ("mixed", "single_domain", "worst_layer")
-# Another benchmark's patterns, of any model (``workload.synthetic``).
-PATTERNS = ("power_law_1.01", "power_law_1.2")
+# Other benchmarks' patterns, of any model (``workload.synthetic``).
+PATTERNS = ("power_law_1.01", "power_law_1.2", *TOKEN_IMBALANCE)
 
 
 def load_skew(preset: str, name: str) -> Skew:

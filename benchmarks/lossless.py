@@ -22,7 +22,6 @@ import pandas as pd
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.balancers import MOVING
 from moe_ep_bench.cli import main as command
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import rank_load, replicate, replicate_by_risk
@@ -61,7 +60,7 @@ SOLVE_US = 0, 100
 REPLICATION: list[dict[str, Any]] = [{"spare_per_rank": 1, **more} for more in ({}, {"plan": "variance"})]
 REPLICATION += [{"spare_per_rank": 1, "balancer": "lp", "solve_us": us} for us in SOLVE_US]
 REBALANCE: list[dict[str, Any]] = [
-    {"name": name, "spare_per_rank": 4, "solve_us": us} for name in MOVING for us in SOLVE_US
+    {"name": name, "spare_per_rank": 4, "solve_us": us} for name in ("llep", "ultra") for us in SOLVE_US
 ]
 # 10 us is the other end that configs/papers/metro-decode.yaml assumes.
 DECODE = [{**REPLICATION[0], "balancer": "activated", "solve_us": us} for us in (0, 10, 100)]

@@ -27,13 +27,19 @@ By weights that move in the batch into free slots, which all layers share, from 
 ``ultra``      after UltraEP's quota planner (arXiv 2606.04101; Dots-Infra/UltraEP): bisection for the lowest load that
                no rank need exceed; ranks above it give away pairs of their busiest experts to ranks with most room.
                Ranks that got weights pass them on, so that no home sends all copies of a busy expert
+``moonep``     MoonEP's planner (MoonshotAI/MoonEP, as forks have it: zhumakhan/MoonEP, tests/planning_reference.py):
+               the fullest home fills the emptiest rank up to the mean, until none is above it; a rank takes experts of
+               one home alone, so that E / R free slots always make all ranks equal
+``epic``       EPIC's exchange (SIGCOMM 2026, doi 10.1145/3789240.3829201, as AI-Infra-Team/awesome-papers, issue 228,
+               sums it up; the paper itself was not read): inside a node the fullest rank and the emptiest, the second
+               of each and so on, exchange the two experts that help most
 
 By tokens of shared experts, whose weights every rank holds: ``water_fill``, to the ranks with fewest pairs, as
 DeepEP-Waterfill of SGLang (pull request 19290) with a rule of ours: SGLang's source ranks decide each for itself.
 
-Ours in ``llep`` and ``ultra``: ranks have ``spare_per_rank`` free slots (LLEP sets no bound), and nothing moves unless
-the fullest rank gets emptier by it. Left out: UltraEP's preference for replicas near a token, and its bound to one
-NVLink domain.
+Ours in all four: ranks have ``spare_per_rank`` free slots (LLEP sets no bound; what finds none under ``moonep`` stays
+home), and nothing moves unless the fullest rank gets emptier by it. Left out: UltraEP's preference for replicas near a
+token, and its bound to one NVLink domain; that EPIC's experts stay where they went, for batches here begin at homes.
 
 Shapes: R = ranks, E = experts, P = slots of all ranks, slots r * P / R and on being rank r's; V = places, an expert on
 a rank in however many slots; X = experts on several ranks, S = their places.
@@ -294,7 +300,7 @@ class _Ranks:
         return moves
 
 
-def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) -> Balanced:
+def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, **_: object) -> Balanced:
     """Spill what a rank has above the mean to the least loaded ranks, where the fullest has ``LLEP_THRESHOLD`` of it.
 
     Args:
@@ -316,7 +322,7 @@ def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) ->
     return ranks.balanced(relayed=False)
 
 
-def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) -> Balanced:
+def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, **_: object) -> Balanced:
     """Find the lowest load that no rank need exceed, and give away what is above it.
 
     Args: as ``llep``; fewer pairs than ``least_pairs`` move only where they are all that a rank has too many.
@@ -350,6 +356,64 @@ def _gives_away(ranks: _Ranks, most: int, least_pairs: int) -> bool:
         if ranks.used_R[rank] > most:
             return False
     return True
+
+
+def moonep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, **_: object) -> Balanced:
+    """Make all ranks equal, to a pair: quotas between ranks first, then experts for them, the busiest first.
+
+    Args:
+        slot_expert_P: as ``with_free_slots``; of E / R free slots a rank none is lacking.
+    """
+    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    share, more = divmod(int(ranks.load_E.sum()), ranks.num_ranks)
+    surplus_R = ranks.used_R - share - (np.arange(ranks.num_ranks) < more)
+    quota_RR = np.zeros((ranks.num_ranks, ranks.num_ranks), dtype=np.int64)
+    while surplus_R.max() > 0:
+        giver, taker = int(surplus_R.argmax()), int(surplus_R.argmin())
+        quota_RR[giver, taker] = -surplus_R[taker]
+        surplus_R[giver] += surplus_R[taker]
+        surplus_R[taker] = 0
+    left_E = ranks.load_E.copy()
+    for giver, quota_R in enumerate(quota_RR):
+        own_E = np.where(ranks.home_E == giver, left_E, -1)
+        while quota_R.max() > 0:
+            taker, expert = int(quota_R.argmax()), int(own_E.argmax())
+            if not ranks.free_R[taker]:
+                quota_R[taker] = 0
+                continue
+            pairs = min(int(quota_R[taker]), int(own_E[expert]))
+            ranks.give(expert, taker, pairs)
+            own_E[expert] -= pairs
+            quota_R[taker] -= pairs
+    return ranks.balanced(relayed=False)
+
+
+def epic(
+    slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, ranks_per_node: int, **_: object
+) -> Balanced:
+    """Let ranks of a node, the fullest with the emptiest, exchange an expert each, where that saves enough.
+
+    Args:
+        slot_expert_P: as ``with_free_slots``; an exchange takes a free slot of each.
+        least_pairs: pairs by which the fuller of two gets emptier at least: as many as are computed in the time of an
+            exchange, which takes 92 us of a DeepSeek-R1 expert over an H20's NVLink and 210 over an H800's.
+        ranks_per_node: rank r is on node r // ranks_per_node.
+    """
+    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    load_RL = ranks.load_E.reshape(ranks.num_ranks, -1)
+    for first in range(0, ranks.num_ranks, ranks_per_node):
+        node = first + np.argsort(-ranks.used_R[first : first + ranks_per_node], kind="stable")
+        for fuller, emptier in zip(node[: len(node) // 2], node[::-1], strict=False):
+            most, least = ranks.used_R[fuller], ranks.used_R[emptier]
+            gain_LL = load_RL[fuller][:, None] - load_RL[emptier]
+            after_LL = np.maximum(most - gain_LL, least + gain_LL)
+            has_room = ranks.free_R[fuller] and ranks.free_R[emptier]
+            if not has_room or most - after_LL.min() < max(least_pairs, 1):
+                continue
+            here, there = np.unravel_index(after_LL.argmin(), after_LL.shape)
+            for rank, other, place in ((fuller, emptier, here), (emptier, fuller, there)):
+                ranks.give(int(rank) * load_RL.shape[1] + int(place), int(other), int(load_RL[rank, place]))
+    return ranks.balanced(relayed=False)
 
 
 # ---- by shared experts -----------------------------------------------------------------------------------------------
@@ -394,4 +458,5 @@ OVER_REPLICAS: dict[str, Callable[[ArrayLike, ArrayLike], Balanced]] = {
     "lp": lp,
     "activated": activated,
 }
-MOVING: dict[str, Callable[..., Balanced]] = {"llep": llep, "ultra": ultra}
+# Each takes of ``least_pairs`` and ``ranks_per_node`` what it needs.
+MOVING: dict[str, Callable[..., Balanced]] = {"llep": llep, "ultra": ultra, "moonep": moonep, "epic": epic}

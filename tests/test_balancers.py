@@ -19,8 +19,10 @@ from moe_ep_bench.balancers import (
     OVER_REPLICAS,
     Balanced,
     activated,
+    epic,
     llep,
     lp,
+    moonep,
     ultra,
     water_fill,
     with_free_slots,
@@ -74,7 +76,7 @@ def batches(draw: st.DrawFn, *, moving: bool = False, small: bool = False) -> Ba
     return Batch(plan, counts_RE)
 
 
-options = st.fixed_dictionaries({"least_pairs": st.sampled_from([1, 5, 50])})
+options = st.fixed_dictionaries({"least_pairs": st.sampled_from([1, 5, 50]), "ranks_per_node": st.integers(1, 4)})
 
 
 def check(batch: Batch, balanced: Balanced) -> None:
@@ -160,7 +162,7 @@ def test_no_whole_split_has_a_less_full_rank_than_the_linear_program_s(batch: Ba
     assert on_ranks(pairs_P, batch.num_ranks).max() == least_split(batch)
 
 
-def slow_llep(batch: Batch, least_pairs: int) -> list[int]:
+def slow_llep(batch: Batch, least_pairs: int, **_: int) -> list[int]:
     """Pairs of every rank by the paper's Algorithms 2 and 3, with assigned and pending loads; slots without a bound."""
     load_E, num_ranks = batch.load_E.tolist(), batch.num_ranks
     per_rank = len(load_E) // num_ranks
@@ -195,6 +197,83 @@ def test_llep_follows_the_paper_done_slowly_where_slots_do_not_bind(batch: Batch
     free_P = with_free_slots(num_experts, batch.num_ranks, num_experts)
     after_R = on_ranks(llep(free_P, batch.counts_RE, **how).pairs_P, batch.num_ranks)
     assert after_R.tolist() == slow_llep(batch, **how)
+
+
+def slow_moonep(batch: Batch) -> dict[tuple[int, int], int]:
+    """Pairs by (expert, rank) as MoonEP's reference allots them; equal loads of ranks, pair by pair."""
+    load_E, num_ranks = batch.load_E.tolist(), batch.num_ranks
+    per_rank, (share, more) = len(load_E) // num_ranks, divmod(sum(load_E), num_ranks)
+    home = {rank: list(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(num_ranks)}
+    surplus = [sum(load_E[e] for e in home[rank]) - share - (rank < more) for rank in range(num_ranks)]
+    quotas: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+    while max(surplus) > 0:
+        giver, taker = surplus.index(max(surplus)), surplus.index(min(surplus))
+        quotas[giver][taker] = -surplus[taker]
+        surplus[giver], surplus[taker] = surplus[giver] + surplus[taker], 0
+    found = {(expert, expert // per_rank): load for expert, load in enumerate(load_E)}
+    for giver in range(num_ranks):
+        left = {expert: load_E[expert] for expert in home[giver]}
+        while any(quotas[giver].values()):
+            taker = max(sorted(quotas[giver]), key=quotas[giver].__getitem__)
+            expert = max(left, key=left.__getitem__)
+            pairs = min(left[expert], quotas[giver][taker])
+            found[expert, taker] = found.get((expert, taker), 0) + pairs
+            found[expert, giver] -= pairs
+            left[expert] -= pairs
+            quotas[giver][taker] -= pairs
+    return found
+
+
+@some_examples
+@given(batch=batches(moving=True))
+def test_moonep_makes_all_ranks_equal_by_experts_of_one_home_for_each(batch: Batch) -> None:
+    """With as many free slots as a rank has experts, as MoonEP reserves; its planner done slowly says which."""
+    num_experts, num_ranks = len(batch.load_E), batch.num_ranks
+    slots_P = with_free_slots(num_experts, num_ranks, num_experts // num_ranks)
+    balanced = moonep(slots_P, batch.counts_RE)
+    check(Batch(slots_P, batch.counts_RE), balanced)
+    after_R = on_ranks(balanced.pairs_P, num_ranks)
+    total = int(batch.load_E.sum())
+    if not balanced.moves:
+        assert on_ranks(batch.load_E, num_ranks).max() <= -(-total // num_ranks)
+        return
+    assert sorted(after_R.tolist()) == sorted((total + rank) // num_ranks for rank in range(num_ranks))
+    homes = {(receiver, sender) for _, sender, receiver in balanced.moves}
+    assert len(homes) == len({receiver for receiver, _ in homes}), "a rank takes experts of one home"
+    size = len(slots_P) // num_ranks
+    places = [(int(expert), slot // size) for slot, expert in enumerate(balanced.slot_expert_P)]
+    found = {place: pairs for place, pairs in zip(places, balanced.pairs_P.tolist(), strict=True) if pairs}
+    assert found == {place: pairs for place, pairs in slow_moonep(batch).items() if pairs}
+
+
+def slow_epic(batch: Batch, least_pairs: int, ranks_per_node: int) -> list[int]:
+    """Pairs of every rank after the exchanges, each found by trying all."""
+    num_ranks, load_E = batch.num_ranks, batch.load_E.tolist()
+    per_rank = len(load_E) // num_ranks
+    held = [load_E[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
+    native = list(map(sum, held))
+    after = list(native)
+    for first in range(0, num_ranks, ranks_per_node):
+        node = sorted(range(first, min(first + ranks_per_node, num_ranks)), key=lambda rank: -native[rank])
+        while len(node) > 1:
+            fuller, emptier = node.pop(0), node.pop()
+            gains = [ours - theirs for ours in held[fuller] for theirs in held[emptier]]
+            best = min(gains, key=lambda gain: max(native[fuller] - gain, native[emptier] + gain))
+            if native[fuller] - max(native[fuller] - best, native[emptier] + best) >= least_pairs:
+                after[fuller], after[emptier] = native[fuller] - best, native[emptier] + best
+    return after if max(after) < max(native) else native
+
+
+@some_examples
+@given(batch=batches(moving=True), how=options)
+def test_epic_exchanges_the_two_experts_that_help_most_inside_a_node(batch: Batch, how: dict[str, Any]) -> None:
+    slots_P = with_free_slots(len(batch.load_E), batch.num_ranks, 1)
+    balanced = epic(slots_P, batch.counts_RE, **how)
+    check(Batch(slots_P, batch.counts_RE), balanced)
+    assert sorted(on_ranks(balanced.pairs_P, batch.num_ranks)) == sorted(slow_epic(batch, **how))
+    ways = {(sender, receiver) for _, sender, receiver in balanced.moves}
+    assert ways == {(receiver, sender) for sender, receiver in ways}, "who gives takes"
+    assert all(sender // how["ranks_per_node"] == receiver // how["ranks_per_node"] for sender, receiver in ways)
 
 
 # --- By hand -----------------------------------------------------------------------------------------

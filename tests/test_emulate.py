@@ -16,6 +16,7 @@ from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, write_config
 
 from moe_ep_bench.analysis.columns import short_labels
+from moe_ep_bench.balancers import MOVING
 from moe_ep_bench.bench import emulated_ranks
 from moe_ep_bench.bench.measure import Case
 from moe_ep_bench.bench.meetings import exchange_us
@@ -156,7 +157,8 @@ def test_replicas_cost_memory_in_every_layer_of_the_model(modelled: Path) -> Non
 
 def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_path: Path) -> None:
     """Weights and rows of shared experts; each pair and each token is computed once all the same."""
-    moving = [{"name": name, "least_pairs": 1, "solve_us": 7} for name in ("llep", "ultra")]
+    moving = [{"name": name, "least_pairs": 1, "solve_us": 7} for name in ("llep", "ultra", "epic")]
+    moving.append({"name": "moonep", "solve_us": 7})
     settings = {"links": "h20-nvlink4", "device": "h20", "rebalance": [*moving, {"name": "waterfill"}]}
     config = write_config(tmp_path, layer__ep_size=4, workload__num_batches=1, workload__peak_load=8, emulate=settings)
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
@@ -169,8 +171,8 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     sums = {label: np.sum(own.load_R.tolist(), axis=0) for label, own in rows.groupby("label")}
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     links, expert_bytes = comparison.links, comparison.expert_bytes
-    for name in ("LLEP", "UltraEP"):
-        label = f"{name} (7 us to solve), 2 spare per rank, least_pairs=1"
+    for name in ("LLEP", "UltraEP", "EPIC", "MoonEP"):
+        label = f"{name} (7 us to solve), 2 spare per rank{', least_pairs=1' * (name != 'MoonEP')}"
         own = rows[rows.label == label].sort_values("rank")
         assert sums[label].max() < sums["native"].max()
         assert sums[label].sum() == sums["native"].sum()
@@ -202,7 +204,7 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
             for how in ("lp", "activated")
             for us in (0, 7)
         ),
-        *(RebalanceConfig(name=name, spare_per_rank=spare) for name in ("llep", "ultra") for spare in (2, 4)),
+        *(RebalanceConfig(name=name, spare_per_rank=spare) for name in MOVING for spare in (2, 4)),
         *(RebalanceConfig(name="ultra", least_pairs=pairs) for pairs in (1, 64)),
         *(RebalanceConfig(name="llep", solve_us=us) for us in (0, 7)),
         WaterfillConfig(name="waterfill"),

@@ -165,7 +165,7 @@ class Router:
                 spare_per_rank=wanted.spare_per_rank,
                 num_groups=point.model.num_groups or 1,
             )
-            balanced = wanted.balance(slot_expert_P, counts_BRE[batch])
+            balanced = wanted.balance(slot_expert_P, counts_BRE[batch], point.ranks_per_node)
             slots = Slots.of_batch(balanced, counts_BRE[batch], point.expert_bytes)
             self._slots[case.case_id] = batch, slots
         return slots

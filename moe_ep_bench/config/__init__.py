@@ -317,6 +317,8 @@ _LABELS = {
     "activated": " + fewest activated",
     "llep": "LLEP",
     "ultra": "UltraEP",
+    "moonep": "MoonEP",
+    "epic": "EPIC",
     "waterfill": "shared experts by water-filling",
 }
 
@@ -345,7 +347,7 @@ class Lossless(Strict):
         changed = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         return changed | {key: value for key, value in always.items() if value is not None}
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         """A batch over the slots of all ranks; here routed experts stay where they are."""
         return OVER_REPLICAS["static"](slot_expert_P, counts_RE)
 
@@ -374,15 +376,15 @@ class ReplicationConfig(Lossless):
     def title(self) -> str:
         return f"{_LABELS[self.plan]}{_LABELS[self.balancer]}"
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
 
 
 class RebalanceConfig(Lossless):
     """Weights of experts that move in every batch (``balancers``)."""
 
-    name: Literal["llep", "ultra"]
-    """``llep``: least-loaded expert parallelism; ``ultra``: after UltraEP."""
+    name: Literal["llep", "ultra", "moonep", "epic"]
+    """After LLEP (least-loaded expert parallelism), UltraEP, MoonEP or EPIC."""
     spare_per_rank: int = Field(2, ge=1, le=MOST)
     """Free slots of a rank, for all layers."""
     least_pairs: int = Field(1024, ge=1, le=MOST)
@@ -390,13 +392,20 @@ class RebalanceConfig(Lossless):
     solve_us: SolveTime = SOLVE_US
     """Assumed time to plan a batch."""
 
+    @model_validator(mode="after")
+    def _check(self) -> RebalanceConfig:
+        if self.name == "moonep" and "least_pairs" in self.model_fields_set:
+            raise UserError("least_pairs: expected none beside moonep, which makes ranks equal by however few pairs")
+        return self
+
     @property
     def label(self) -> str:
         changed = self.model_dump(include={"least_pairs"}, exclude_defaults=True)
         return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
-        return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs)
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
+        options = {"least_pairs": self.least_pairs, "ranks_per_node": ranks_per_node}
+        return MOVING[self.name](slot_expert_P, counts_RE, **options)
 
 
 class WaterfillConfig(Lossless):

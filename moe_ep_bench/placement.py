@@ -6,8 +6,10 @@ rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy e
 **Replication** buys balance with memory. Routing stays as it is, and spare *slots* on every rank hold further copies of
 busy experts, which share their load. No quality is lost; the price is memory, and a forecast of the load, because
 weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
-``rank_load``. A plan is the expert in each slot, int64 [P]: slots r * S to r * S + S - 1 are rank r's, and every expert
-has one at least. ``balancers`` splits each batch over them, and ``Slots`` say to which slot each pair then goes.
+``rank_load``; ``Windows`` say which batches a plan knows, and ``Rearrangement`` what the next plan costs.
+
+A plan is the expert in each slot, int64 [P]: slots r * S to r * S + S - 1 are rank r's, and every expert has one at
+least. ``balancers`` splits each batch over them, and ``Slots`` say to which slot each pair then goes.
 
 ``replicate`` plans for the mean load by the global policy of DeepSeek's Expert Parallelism Load Balancer
 (github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, section 3.4). Two greedy rules do it. *Replicate*: every
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,6 +46,9 @@ from moe_ep_bench.balancers import FREE, Balanced, with_free_slots
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.policies.lazy import Tensor
+
+if TYPE_CHECKING:
+    from moe_ep_bench.cost_model.links import Links
 
 # FlashLB's: the upper quartile of a normal distribution; parts of the experts; slots tried to each side.
 _Z, _QUARTERS, _WIDTH = 0.6744897501960817, 4, 8
@@ -138,13 +143,89 @@ def plan_ahead(
     return replicate(load_BE.mean(axis=0), num_slots=num_slots, num_ranks=num_ranks, num_groups=num_groups)
 
 
-def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
-    """Loads of all batches but one, which a server knows ahead of it: float64 [B - 1, E].
+@dataclass(frozen=True)
+class Windows:
+    """Which batches a plan knows, and which it serves.
 
-    A batch that stands alone is planned for itself.
+    In time, a plan serves ``every`` batches, the first of them ``lag`` after the last of the ``window`` that it knows:
+    it never knows a batch that it serves. Batches that do not follow each other in time may all be known but one.
+
+    Attributes:
+        num_batches: that are served, 0 and on; those before them have negative numbers.
+        window: batches that a plan knows; None = all served ones but one, and a plan for each batch.
+        every: batches that a plan serves; None = all.
     """
-    load_BE = np.asarray(load_BE, dtype=np.float64)
-    return np.delete(load_BE, index, axis=0) if len(load_BE) > 1 else load_BE
+
+    num_batches: int
+    window: int | None = None
+    lag: int = 1
+    every: int | None = None
+
+    @property
+    def num_history(self) -> int:
+        """Batches ahead of the first that the first plan knows, or that pass while it is put in place."""
+        return 0 if self.window is None else self.window + self.lag - 1
+
+    def known(self, batch: int) -> tuple[int, ...]:
+        """The batches that the plan of ``batch`` knows.
+
+        A batch that stands alone, and no window is asked for, is planned for itself.
+        """
+        if self.window is None:
+            return tuple(other for other in range(self.num_batches) if other != batch) or (batch,)
+        served_from = 0 if self.every is None else batch // self.every * self.every
+        return tuple(range(served_from - self.num_history, served_from - self.lag + 1))
+
+    def before(self, batch: int) -> int | None:
+        """A batch of the plan before that of ``batch``; None = there was none."""
+        return None if self.every is None or batch < self.every else batch - self.every
+
+
+@dataclass(frozen=True, eq=False)
+class Rearrangement:
+    """What it takes to go from one plan to the next in one layer, and how many batches bear it.
+
+    Attributes:
+        moved_bytes_RR: of weights from each rank (row) to each (column), float64.
+        num_batches: that the new plan serves, each of which bears its share.
+        plan_us: of planning, while ranks wait; None = nobody waits.
+    """
+
+    moved_bytes_RR: NDArray[np.float64]
+    num_batches: int
+    plan_us: float | None
+
+    def share_us(self, links: Links) -> NDArray[np.float64]:
+        """Microseconds [R] that each batch is later by: all ranks wait for the last, or each has its own links busy."""
+        busy_us_R = links.all_to_all_us(self.moved_bytes_RR)
+        if self.plan_us is not None:
+            busy_us_R = np.full_like(busy_us_R, self.plan_us + busy_us_R.max())
+        return busy_us_R / self.num_batches
+
+
+def moved_experts(
+    before_P: NDArray[np.int64], after_P: NDArray[np.int64], num_ranks: int, ranks_per_node: int = RANKS_PER_NODE
+) -> NDArray[np.int64]:
+    """Experts whose weights go from each rank (row) to each (column) when slots change: int64 [R, R].
+
+    A rank gets what it does not hold yet, once; slots of a rank change places for nothing. An expert comes from a rank
+    of the same node that holds it where there is one, then from the one that sends least so far, then the lowest.
+
+    Args:
+        before_P, after_P: the expert in each slot, or ``balancers.FREE``; as many slots need not be.
+    """
+    held = [set(row) for row in before_P.reshape(num_ranks, -1).tolist()]
+    moved_RR = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    sent_R = [0] * num_ranks
+    for rank, wanted in enumerate(after_P.reshape(num_ranks, -1).tolist()):
+        for expert in sorted({*wanted} - held[rank] - {FREE}):
+            sender = min(
+                (other for other in range(num_ranks) if expert in held[other]),
+                key=lambda other: (other // ranks_per_node != rank // ranks_per_node, sent_R[other], other),
+            )
+            moved_RR[sender, rank] += 1
+            sent_R[sender] += 1
+    return moved_RR
 
 
 def _spread(
@@ -248,6 +329,7 @@ class Slots:
         turns_E: how many entries each expert has.
         before_RE: pairs of the ranks ahead of each: the number of a rank's first pair. R divides P.
         moved_bytes_RR: of weights that go from each rank to each for this batch, float64; None = none go.
+        rearranged: what it took to put this plan in place of another; None = it stands for good.
     """
 
     expert_P: NDArray[np.int64]
@@ -255,6 +337,7 @@ class Slots:
     turns_E: NDArray[np.int64]
     before_RE: NDArray[np.int64]
     moved_bytes_RR: NDArray[np.float64] | None = None
+    rearranged: Rearrangement | None = None
 
     @staticmethod
     def contiguous(num_experts: int, num_ranks: int) -> Slots:
@@ -337,10 +420,13 @@ class Slots:
         """
         counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
         counts_RS = counts_P.reshape(self.num_ranks, -1)
-        load_R, moved_RR = counts_RS.sum(axis=1), self.moved_bytes_RR
+        load_R = counts_RS.sum(axis=1)
+        moved_bytes = 0.0 if self.moved_bytes_RR is None else self.moved_bytes_RR[:, rank].sum()
+        if self.rearranged is not None:
+            moved_bytes += self.rearranged.moved_bytes_RR[:, rank].sum() / self.rearranged.num_batches
         return {
             "slot_load_P": counts_P,
-            "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
+            "moved_weight_bytes": int(moved_bytes),
             "load_R": load_R,
             "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
             "crossing_pairs": int(load_R.sum() - load_R[rank]),

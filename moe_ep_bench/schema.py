@@ -144,7 +144,8 @@ _MORE_METRICS = {
     "num_image_tokens": pa.int64(),  # valid ones
     "image_load_E": _COUNTS,  # of load_E
     "slot_load_P": _COUNTS,  # pairs per slot, from this source rank
-    "moved_weight_bytes": pa.int64(),  # of experts that this rank is sent
+    "moved_weight_bytes": pa.int64(),  # of experts that this rank is sent; of a new plan the batch's share
+    "rearrange_us": pa.float64(),  # the batch's share of putting a new plan in place, in its dispatch
 }
 
 

@@ -247,7 +247,7 @@ def test_a_source_becomes_this_recording_and_is_replayed_and_the_same_again(tmp_
     if trace.top_k > 1:
         sizes = {"num_experts": trace.num_experts, "top_k": trace.top_k, "num_tokens": 12, "num_batches": 1}
         share = 0.6 if trace.scores_are_normalised else None
-        workload = RecordedWorkload([trace], 1, **sizes, tail="uniform", seed=0, topk_share=share)
+        workload = RecordedWorkload([trace], 1, **sizes, tail="uniform", seed=0, topk_share=share, order="shuffled")
         best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
         np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
 

@@ -42,7 +42,9 @@ def trace(tmp_path):
 def recorded(path, **changes):
     fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
     paths = path if isinstance(path, list | tuple) else [path]
-    return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "popularity", **changes})
+    return RecordedWorkload(
+        [*map(open_trace, paths)], **{**fields, "tail": "popularity", "order": "shuffled", **changes}
+    )
 
 
 @pytest.mark.parametrize("tail", TAILS)

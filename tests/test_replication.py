@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import Balanced, lp
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import Slots, other_batches, rank_load, replicate, replicate_by_risk
+from moe_ep_bench.placement import Slots, Windows, moved_experts, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 some_examples = settings(max_examples=50)
@@ -59,9 +59,63 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return load_E, per_rank * num_ranks, num_ranks
 
 
-def test_each_batch_is_planned_for_the_others() -> None:
-    assert other_batches([[1, 2], [3, 4], [5, 0]], 1).tolist() == [[1, 2], [5, 0]]
-    assert other_batches([[1, 2]], 0).tolist() == [[1, 2]]
+def test_batches_without_time_are_each_planned_for_the_others() -> None:
+    assert [Windows(3).known(batch) for batch in range(3)] == [(1, 2), (0, 2), (0, 1)]
+    assert Windows(1).known(0) == (0,)
+    assert Windows(3).num_history == 0
+
+
+@given(
+    num_batches=st.integers(1, 20),
+    window=st.integers(1, 9),
+    lag=st.integers(1, 5),
+    every=st.none() | st.integers(1, 30),
+)
+def test_a_plan_knows_a_window_before_all_that_it_serves(
+    num_batches: int, window: int, lag: int, every: int | None
+) -> None:
+    """A server that keeps the last batches, and makes a plan in time for each stretch that it serves."""
+    windows, seen, plan = Windows(num_batches, window, lag, every), [], ()
+    for batch in range(-windows.num_history, num_batches):
+        is_due = batch == 0 or (every is not None and batch > 0 and batch % every == 0)
+        if is_due:
+            plan = tuple(seen[: len(seen) - lag + 1][-window:])
+        if batch >= 0:
+            assert windows.known(batch) == plan
+            assert len(plan) == window
+            assert max(plan) <= batch - lag
+            before = windows.before(batch)
+            assert (before is None) == (every is None or batch < every)
+            assert before is None or windows.known(before) != plan
+        seen.append(batch)
+
+
+@some_examples
+@given(data=st.data())
+def test_a_rearrangement_sends_each_rank_what_it_lacks_once(data: st.DataObject) -> None:
+    num_ranks, per_rank, ranks_per_node = (data.draw(st.integers(1, most)) for most in (4, 4, 3))
+    experts = st.lists(st.integers(0, 5), min_size=num_ranks * per_rank, max_size=num_ranks * per_rank)
+    before_P = np.array(data.draw(experts))
+    after_P = np.array(data.draw(st.lists(st.sampled_from(before_P.tolist()), min_size=before_P.size, max_size=99)))
+    after_P = after_P[: after_P.size // num_ranks * num_ranks]
+    held, wanted = ([set(row) for row in np.array_split(plan, num_ranks)] for plan in (before_P, after_P))
+    moved_RR = moved_experts(before_P, after_P, num_ranks, ranks_per_node)
+    assert moved_RR.sum(axis=0).tolist() == [len(wanted[rank] - held[rank]) for rank in range(num_ranks)]
+    assert not moved_RR.diagonal().any()
+    for sender, receiver in np.argwhere(moved_RR):
+        assert moved_RR[sender, receiver] <= len(held[sender] & (wanted[receiver] - held[receiver]))
+    for receiver in range(num_ranks):  # over nodes goes only what no rank of the node holds
+        node = [rank for rank in range(num_ranks) if rank // ranks_per_node == receiver // ranks_per_node]
+        near = set.union(*(held[rank] for rank in node))
+        far = sum(moved_RR[sender, receiver] for sender in range(num_ranks) if sender not in node)
+        assert far == len(wanted[receiver] - near)
+
+
+def test_the_same_plan_moves_nothing_and_a_busy_expert_has_many_senders() -> None:
+    plan = np.array([0, 1, 2, 3])
+    assert not moved_experts(plan, plan[[1, 0, 3, 2]], 2).any(), "places of a rank are its own"
+    moved_RR = moved_experts(np.array([0, 0, 1, 2]), np.array([0, 0, 0, 0]), 4)
+    assert moved_RR.tolist() == [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_the_plan_is_the_one_that_the_published_code_gives() -> None:

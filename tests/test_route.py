@@ -41,6 +41,7 @@ FULL = {
     **CONFIG,
     "workload": {
         "kind": "recorded",
+        "order": "shuffled",
         "trace": ["a.safetensors", "b.safetensors"],
         "layer": "all",
         "tail": "popularity",

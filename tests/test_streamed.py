@@ -135,7 +135,7 @@ def recordings(tmp_path_factory):
 
 def recorded(paths, **changes):
     fields = {"layer": 0, "num_experts": EXPERTS, "top_k": K, "num_tokens": 120, "num_batches": 3, "seed": 0}
-    return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "uniform", **changes})
+    return RecordedWorkload([*map(open_trace, paths)], **{**fields, "tail": "uniform", "order": "shuffled", **changes})
 
 
 @pytest.mark.parametrize("arrangement", ["sequences", "decode"])

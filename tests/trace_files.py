@@ -72,5 +72,5 @@ def write_trace(path: Path, **of) -> Path:
 
 def tokens_of(workload: Any, index: int) -> Any:
     """Which recorded tokens make up a batch, counted through all recordings, one after the other."""
-    spans = zip(*workload._spans[index], strict=True)
+    spans = zip(*workload._spans[index + workload.num_history], strict=True)
     return np.concatenate([np.arange(first, first + length) for first, length in spans])

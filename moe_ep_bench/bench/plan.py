@@ -368,9 +368,10 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         "num_tokens": config.total_tokens(world_size),
         "num_batches": config.num_batches,
         "seed": config.seed,
+        "num_history": experiment.num_history,
     }
     if not isinstance(config, SyntheticConfig):
-        keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
+        keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request", "order", "mix")
         with naming("workload.trace"):
             traces = tuple(map(open_trace, config.trace))
         with naming("workload"):

@@ -45,6 +45,7 @@ from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.placement import Windows
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
@@ -288,8 +289,10 @@ class Point:
             targets = config.targets(self.experiment.model.preset, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
             facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer", "balanced")}
+            facts.pop("history", None)  # Served batches are the same.
         if isinstance(workload, RecordedWorkload):
             facts["trace"] = [trace.sha256() for trace in workload.traces]
+            facts |= {"order": config.order, "history": workload.num_history}
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
     # ---- facts -------------------------------------------------------------------------------------------------------
@@ -404,6 +407,10 @@ class Point:
         if self.scope == "model":
             return self.model.num_moe_layers
         return None if self.layer is None else self.workload.traces[0].num_layers
+
+    def windows(self, replication: ReplicationConfig) -> Windows:
+        """Which batches its plans know."""
+        return self.experiment.windows(replication)
 
     # ---- kernels and replicas ----------------------------------------------------------------------------------------
 

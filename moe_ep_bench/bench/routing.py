@@ -1,9 +1,8 @@
 """Route a rank's tokens by a case, on virtual ranks as on real ones: ``Router.route(case, tokens)``.
 
-**Replicas** are placed for the loads of all other batches: what a server knows before the tokens come; with one batch
-alone, for itself. A balancer (``balancers``) then splits each batch, or moves weights for it, once all counts are
-known, which the gather of counts makes every rank know anyway; every rank then solves it by itself, ahead of dispatch,
-and is later by that time.
+**Replicas** are placed for the loads of the batches that a plan knows (``placement.Windows``). A balancer
+(``balancers``) then splits each batch, or moves weights for it, once all counts are known, which the gather of counts
+makes every rank know anyway; every rank then solves it by itself, ahead of dispatch, and is later by that time.
 
 **Carried loads** are what earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
 Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart from
@@ -15,10 +14,10 @@ of a batch-wide policy's statistics.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -26,15 +25,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.point import BASELINE, NATIVE, CaseSpec, Point
 from moe_ep_bench.bench.tokens import Tokens, tokens
-from moe_ep_bench.config import ReplicationConfig
+from moe_ep_bench.config import Lossless, ReplicationConfig
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import RANKS_PER_NODE, routing_metrics
-from moe_ep_bench.placement import Slots, other_batches, plan_ahead
+from moe_ep_bench.placement import Rearrangement, Slots, moved_experts, plan_ahead
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.workload.scores import batch_seed
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
@@ -55,6 +56,8 @@ class Router:
         self._contiguous = Slots.contiguous(point.model.num_experts, point.ep_size)
         self._slots: dict[str, tuple[int, Slots]] = {}
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
+        self._counts: dict[int, NDArray[np.int64]] = {}
+        self._plans: dict[tuple[int, str | None, tuple[int, ...]], tuple[NDArray[np.int64], float]] = {}
 
     def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
         """A rank's tokens of a batch in a layer."""
@@ -114,7 +117,7 @@ class Router:
         load_RE = self.carried(case, tokens.layer, tokens.batch)
         return replace(
             case.visible(tokens.context),
-            generator=seeded_generator(device, seed, DRAWS, tokens.batch, tokens.rank, *place),
+            generator=seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place),
             load_E=None if load_RE is None else load_RE[tokens.rank],
         )
 
@@ -157,29 +160,52 @@ class Router:
             return self._contiguous
         known_batch, slots = self._slots.get(case.case_id, (None, None))
         if known_batch != batch:
-            counts_BRE = self.native_counts
-            slot_expert_P = plan_ahead(
-                wanted.plan if isinstance(wanted, ReplicationConfig) else None,
-                other_batches(counts_BRE.sum(axis=1), batch),
-                num_ranks=point.ep_size,
-                spare_per_rank=wanted.spare_per_rank,
-                num_groups=point.model.num_groups or 1,
-            )
-            balanced = wanted.balance(slot_expert_P, counts_BRE[batch], point.ranks_per_node)
-            slots = Slots.of_batch(balanced, counts_BRE[batch], point.expert_bytes)
+            counts_RE = self.native_counts(batch)
+            slot_expert_P, _ = self._planned(wanted, batch)
+            balanced = wanted.balance(slot_expert_P, counts_RE, point.ranks_per_node)
+            slots = Slots.of_batch(balanced, counts_RE, point.expert_bytes)
+            slots = replace(slots, rearranged=self._rearranged(wanted, batch))
             self._slots[case.case_id] = batch, slots
         return slots
 
-    @cached_property
-    def native_counts(self) -> NDArray[np.int64]:
-        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
-        baseline = next(case for case in self.point.cases if case.role == BASELINE)
+    def _planned(self, wanted: Lossless, batch: int) -> tuple[NDArray[np.int64], float]:
+        """The expert in each slot ahead of a batch, int64 [P], and the milliseconds that this CPU took to plan."""
+        point, plan = self.point, wanted.plan if isinstance(wanted, ReplicationConfig) else None
+        known = point.windows(wanted).known(batch) if isinstance(wanted, ReplicationConfig) else ()
+        key = wanted.spare_per_rank, plan, known
+        if key not in self._plans:
+            load_BE = [self.native_counts(other).sum(axis=0) for other in known]
+            load_BE = np.array(load_BE, dtype=np.float64).reshape(-1, point.model.num_experts)
+            sizes = {"num_ranks": point.ep_size, "spare_per_rank": wanted.spare_per_rank}
+            began = time.perf_counter()
+            slot_expert_P = plan_ahead(plan, load_BE, **sizes, num_groups=point.model.num_groups or 1)
+            self._plans[key] = slot_expert_P, 1e3 * (time.perf_counter() - began)
+        return self._plans[key]
 
-        def counts_of(tokens: Tokens) -> NDArray[np.int64]:
-            return self.route(baseline, tokens).map_TE.sum(0).cpu().numpy()
+    def _rearranged(self, wanted: Lossless, batch: int) -> Rearrangement | None:
+        """What it took to put a batch's plan in place, from the plan before, or from experts at their homes."""
+        if not isinstance(wanted, ReplicationConfig) or wanted.every is None:
+            return None
+        point, before = self.point, self.point.windows(wanted).before(batch)
+        after_P, measured_ms = self._planned(wanted, batch)
+        if before is None:
+            before_P = with_free_slots(point.model.num_experts, point.ep_size, wanted.spare_per_rank)
+        else:
+            before_P, _ = self._planned(wanted, before)
+        moved_RR = moved_experts(before_P, after_P, point.ep_size, point.ranks_per_node) * point.expert_bytes
+        plan_us = 1e3 * (measured_ms if wanted.plan_ms is None else wanted.plan_ms)
+        return Rearrangement(moved_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
 
-        batches = range(self.point.workload.num_batches)
-        return np.array([self.for_every_rank(counts_of, None, batch) for batch in batches])
+    def native_counts(self, batch: int) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [R, E]."""
+        if batch not in self._counts:
+            baseline = next(case for case in self.point.cases if case.role == BASELINE)
+
+            def counts_of(tokens: Tokens) -> NDArray[np.int64]:
+                return self.route(baseline, tokens).map_TE.sum(0).cpu().numpy()
+
+            self._counts[batch] = np.array(self.for_every_rank(counts_of, None, batch))
+        return self._counts[batch]
 
 
 def case_metrics(

@@ -185,6 +185,8 @@ def _route_case(
     where = routing.map_TE, tokens.rank, point.ranks_per_node
     if not slots.is_contiguous:
         row |= slots.metrics(*where)
+        if slots.rearranged is not None and point.links is not None:
+            row["rearrange_us"] = float(slots.rearranged.share_us(point.links)[tokens.rank])
     return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
 
 
@@ -203,7 +205,7 @@ def _layer_traffic(
     parts = [
         LayerTraffic(
             [row["num_tokens"] for row in part_R],
-            slots if number == 0 else replace(slots, moved_bytes_RR=None),  # Weights move once.
+            slots if number == 0 else replace(slots, moved_bytes_RR=None, rearranged=None),  # Weights move once.
             None if stats_MSE is None else stats_MSE[number],
             list(part_R),
             per_token,

@@ -19,7 +19,7 @@ from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
 from moe_ep_bench.errors import UserError, check_known, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
-from moe_ep_bench.placement import default_ep_size
+from moe_ep_bench.placement import Windows, default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import (
     MOST,
@@ -101,6 +101,8 @@ class _Workload(Strict):
     """Tokens of each rank, in place of both."""
     num_batches: int = Field(10, ge=1, le=MOST_RUNS)
     """Batches; intervals need ten."""
+    history: int | None = Field(None, ge=0, le=MOST_RUNS)
+    """Batches ahead of the first, which plans know and nobody serves; null = as many as plans need."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the batches."""
     padding_per_rank: int = Field(0, ge=0, le=MOST)
@@ -228,6 +230,10 @@ class RecordedConfig(_Workload):
     """Recordings (moe-trace-v1), mixed evenly."""
     layer: int = Field(ge=0, le=MOST)
     """Recorded layer; ``all``: a comparison each."""
+    order: Literal["arrival", "shuffled"] = "arrival"
+    """Requests as they came, none twice; ``shuffled``: drawn, again where a recording is short."""
+    mix: Literal["even", "sequence"] = "even"
+    """Several recordings side by side, or one after another."""
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences, or steps of requests side by side."""
     tokens_per_request: int = Field(1, ge=1, le=MOST)
@@ -246,6 +252,12 @@ class RecordedConfig(_Workload):
     def request_tokens(self) -> int | None:
         """Tokens of a request in a batch; None = whole sequences, as recorded."""
         return self.tokens_per_request if self.is_step else None
+
+    @model_validator(mode="after")
+    def _check_mix(self) -> RecordedConfig:
+        if self.mix == "sequence" and self.order == "shuffled":
+            raise UserError("mix: sequence keeps the order of recordings; expected order: arrival, got shuffled")
+        return self
 
 
 class LayerConfig(Strict):
@@ -363,6 +375,16 @@ class ReplicationConfig(Lossless):
     """``static`` shares evenly, ``lp`` minimises the fullest rank's load, ``activated`` its activated experts."""
     solve_us: SolveTime | None = None
     """Assumed time to solve a batch; null = 100, static none."""
+    window: int | None = Field(None, ge=1, le=MOST_RUNS)
+    """Batches that a plan knows; null = by arrival or with ``every`` num_batches, else all but the served one."""
+    lag: int = Field(1, ge=1, le=MOST_RUNS)
+    """Batches from the last that a plan knows to the first that it serves."""
+    every: int | None = Field(None, ge=1, le=MOST_RUNS)
+    """Batches between plans; null = one plan for all."""
+    rearrange: Literal["stall", "beside"] = "stall"
+    """Weights of a new plan move while all ranks wait, or beside exchanges, a layer a batch."""
+    plan_ms: Annotated[float, Field(ge=0)] | None = None
+    """Time to plan a layer; null = measured on this CPU. Of a stall only: else it is hidden."""
 
     @property
     def name(self) -> str:
@@ -375,6 +397,12 @@ class ReplicationConfig(Lossless):
     @property
     def title(self) -> str:
         return f"{_LABELS[self.plan]}{_LABELS[self.balancer]}"
+
+    @property
+    def label(self) -> str:
+        in_time = {"window", "lag", "every", "rearrange", "plan_ms"}
+        changed = self.model_dump(include=in_time, exclude_defaults=True)
+        return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
 
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
@@ -515,10 +543,28 @@ class Experiment(SweepPoint):
                     policy.check_model(model.num_experts, model.top_k)
         for number in range(len(self.claims)):
             self.claimed_policies(number)
+        self._check_windows()
         if isinstance(self.workload, SyntheticConfig) and self.workload.skew not in (None, *PATTERNS):
             with naming("workload", joint="."):
                 self.workload.calibration(self.model.preset)
         return self
+
+    def _check_windows(self) -> None:
+        """Windows of batches that have no time, or more of them than there are."""
+        workload = self.workload
+        shuffled = isinstance(workload, RecordedConfig) and workload.order == "shuffled"
+        for number, one in enumerate(self.emulate.replication):
+            asked = sorted({"window", "every", "lag"} & one.model_fields_set)
+            if shuffled and asked:
+                expected = "none with workload.order: shuffled, whose batches do not follow each other"
+                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected {expected}")
+            if (needed := self.windows(one).num_history) > self.num_history:
+                raise UserError(
+                    f"workload.history: expected at least {needed}, which emulate.replication.{number} knows, "
+                    f"got {workload.history}"
+                )
+        if shuffled and workload.history:
+            raise UserError(f"workload.history: expected none with order: shuffled, got {workload.history}")
 
     @property
     def virtual_ranks(self) -> int:
@@ -529,6 +575,21 @@ class Experiment(SweepPoint):
     def decodes(self) -> bool:
         """Whether a batch is a step of decode."""
         return bool(self.whole.context_length) or self.workload.is_step
+
+    def windows(self, replication: ReplicationConfig) -> Windows:
+        """Which batches plans know: those before where batches follow each other in time, else all others."""
+        by_arrival = isinstance(self.workload, RecordedConfig) and self.workload.order == "arrival"
+        num_batches, window = self.workload.num_batches, replication.window
+        if window is None and (by_arrival or replication.every is not None):
+            window = num_batches
+        return Windows(num_batches, window, replication.lag, replication.every)
+
+    @property
+    def num_history(self) -> int:
+        """Batches ahead of the first: as the workload has it, else as many as plans need."""
+        if self.workload.history is not None:
+            return self.workload.history
+        return max((self.windows(one).num_history for one in self.emulate.replication), default=0)
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

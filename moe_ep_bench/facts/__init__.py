@@ -113,6 +113,8 @@ class Workload(JsonRecord):
         sequence_length: of a synthetic workload.
         tokens_per_request: of a step of decode that is replayed; None = whole sequences.
         stage: of a recording.
+        order: in which recorded requests come.
+        num_history: batches ahead of these, which plans know.
         tail_model: how scores beyond a recorded top-k are filled in; None = nothing is.
         peak_load: as it was asked for, beside a skew or alone.
         is_one_draw: which experts share a rank was left to chance, and decides the load of ranks.
@@ -127,6 +129,8 @@ class Workload(JsonRecord):
     sequence_length: Count | None = None
     tokens_per_request: Count | None = None
     stage: Literal["prefill", "decode"] | None = None
+    order: Literal["arrival", "shuffled"] | None = None
+    num_history: NonNegativeInt = 0
     layer: NonNegativeInt | None = None
     peak_load: float | None = None
     is_balanced: bool = False

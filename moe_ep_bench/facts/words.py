@@ -488,6 +488,9 @@ def _recorded_words(workload: Workload, recording: Recording) -> str:
     origins = dict.fromkeys(f"{source.phase} by {source.source} ({source.licence})" for source in sources)
     assumed = "scores assumed, " if workload.scores_assumed else ""
     layer = _layer_words(workload.layer, workload.layers)
+    if workload.order == "arrival":
+        ahead = f" after {workload.num_history} batches that plans know" if workload.num_history else ""
+        size += f", in order of arrival{ahead}"
     return (
         f"{recording.model}, {layer}, {assumed}{domains}, recorded in {' and '.join(origins)}, "
         f"{workload.num_batches} {size}, {_tail_words(workload)}, {_seed_words(workload)}"

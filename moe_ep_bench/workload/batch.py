@@ -74,6 +74,8 @@ class TokenBatch:
 class Workload(ABC):
     """A source of ``num_batches`` batches that are the same bytes whenever and wherever they are made.
 
+    Those from ``-num_history`` to -1 came ahead of the first: plans may know them, and nobody is served.
+
     A subclass makes scores and describes them. What it keeps between batches changes none. Sequences are numbered from
     0 in the order of their rows. The config's schema has checked each field by itself; a workload checks what depends
     on several, or on its files.
@@ -87,6 +89,7 @@ class Workload(ABC):
     topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
+    num_history: int = 0
 
     @abstractmethod
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
@@ -113,7 +116,7 @@ class Workload(ABC):
         return RoutingContext(top_k=self.top_k, num_groups=self.num_groups, top_groups=self.top_groups)
 
     def batch(self, index: int) -> TokenBatch:
-        """Return batch ``index``, 0 to ``num_batches - 1``."""
+        """Return batch ``index``, ``-num_history`` to ``num_batches - 1``."""
         return self.rank_batch(index, 0, 1)
 
     def solve(self, index: int) -> None:
@@ -157,8 +160,8 @@ class Workload(ABC):
         self, index: int, num_ranks: int, tokens_R: NDArray[np.int64] | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Starts of sequences, int64 [S + 1], and of their pieces, int64 [P + 1]; the rank of each piece, int64 [P]."""
-        if not 0 <= index < self.num_batches:
-            raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
+        if not -self.num_history <= index < self.num_batches:
+            raise IndexError(f"batch: expected {-self.num_history} to {self.num_batches - 1}, got {index}")
         length_S = self.sequence_lengths(index)
         return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
 

@@ -6,18 +6,22 @@ letter, and their scores but for what ``tail.fit_top_k`` had to mend and a unit 
 tie. Scores below the top-k come from a tail model (``tail``), or from the recording where it has them.
 
 * *Sequences*: recorded sequences, one after the other, until the batch has its tokens; the last one is cut to fit.
-  Batches are independent of each other, except that together they keep to the shares.
 * *Decode*: a batch is one step of B requests that are served side by side, and the next batch is the next step. A slot
   replays a recorded sequence, s tokens a step (s = 1, or more with speculative decoding); when fewer than s are left it
   goes on with another. Which experts a token chooses depends only on the tokens before it, so a text recorded in
   prefill may be replayed as decoding.
 
-Sequences are drawn without putting back: every one of a recording comes once before any comes again. Where several
-recordings are mixed, all have the same share of the tokens, and the popularity of an expert is that in the mixture:
+**Order.** By ``arrival`` requests come as they were recorded, and none comes twice: a request that a batch cuts goes on
+in the next one, as chunked prefill has it. So batches are windows in time, and those with negative numbers came ahead
+of batch 0: plans may know them (``placement``). ``shuffled`` draws sequences without putting back, every one of a
+recording once before any comes again, and batches share tokens where the recording is short.
+
+Where several recordings are mixed, all have the same share of the tokens, and the popularity of an expert is that in
+the mixture; or they follow each other (``mix: sequence``), so that traffic shifts. Mixed evenly,
 
 * sequences: the next one is taken from the recording with the fewest tokens so far, counting this batch and those
   before it (the first named on ties); a count for each batch by itself would favour long sequences, since the last is
-  cut. The order in a batch is shuffled, or sequences of equal length would take turns in step with the ranks that they
+  cut. The order in a batch is drawn, or sequences of equal length would take turns in step with the ranks that they
   are dealt to;
 * decode: recordings have equally many of the B slots, the first named one more where B does not divide, and a slot
   stays with its recording.
@@ -50,7 +54,7 @@ Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 class RecordedWorkload(Workload):
     """Batches of one layer of one or several ``moe-trace-v1`` recordings.
 
-    A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
+    Shuffled, a recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
     Attributes: those of ``config.RecordedConfig``, and
         traces: the opened recordings: of one model, with the same layers and kind of scores.
@@ -60,6 +64,7 @@ class RecordedWorkload(Workload):
             gets exactly this share unless no tail would fit under its K-th score: such rows get more.
         arrangement: with ``decode`` ``sequence_id_T`` is a request's slot, so a slot stays on its rank.
         tokens_per_request: a sequence that has fewer left is over.
+        num_history: batches ahead of batch 0, with the numbers -1, -2 and so on; by arrival alone.
 
     Raises:
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
@@ -78,6 +83,9 @@ class RecordedWorkload(Workload):
     tokens_per_request: int = 1
     num_groups: int | None = None
     top_groups: int | None = None
+    order: str = "arrival"
+    mix: str = "even"
+    num_history: int = 0
 
     def __post_init__(self) -> None:
         per_request = self.tokens_per_request
@@ -110,10 +118,10 @@ class RecordedWorkload(Workload):
             raise UserError(f"{trace.path}: topk_share: expected {expected} {why}")
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
-        return self._spans[index][1]
+        return self._spans[index + self.num_history][1]
 
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
-        first_S, length_S = self._spans[index]
+        first_S, length_S = self._spans[index + self.num_history]
         end_S = length_S.cumsum()
         offset_S = first_S + length_S - end_S
         for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
@@ -145,6 +153,8 @@ class RecordedWorkload(Workload):
             "num_tokens": self.num_tokens,
             "tokens_per_request": self.tokens_per_request if self.arrangement == "decode" else None,
             "stage": "decode" if is_decode or self.arrangement == "decode" else "prefill",
+            "order": self.order,
+            "num_history": self.num_history,
             "layer": self.layer,
             "tail_model": None if self.tail == RECORDED else self.tail,
             "scores_assumed": first.scores_are_assumed,
@@ -170,18 +180,47 @@ class RecordedWorkload(Workload):
                 expected = f"at most {length_S.max()}, the longest sequence"
                 raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {self.tokens_per_request}")
             pools.append(bounds_S2[length_S >= self.tokens_per_request] + offset)
+        numbers = range(-self.num_history, self.num_batches)
         if self.arrangement == "decode":
-            each, more = divmod(self.num_tokens // self.tokens_per_request, len(pools))
-            if not each:
-                expected = f"a request of each of the {len(pools)} recordings in every step"
-                raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
-            num_requests = [each + (place < more) for place in range(len(pools))]
-            random = generator(self.seed, Stream.SEQUENCES)
-            first_NB = draw_steps(pools, num_requests, self.tokens_per_request, self.num_batches, random)
+            first_NB = self._draw_steps(pools, len(numbers))
             return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
-        randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
-        bounds = (np.array(runs, np.int64).T for runs in draw_sequences(pools, self.num_tokens, randoms))
+        randoms = [generator(self.seed, Stream.SEQUENCES, index) for index in numbers]
+        if self.order == "shuffled":
+            batches = draw_sequences(pools, self.num_tokens, randoms)
+        else:
+            batches = deal_in_order(self._queued(pools), self.num_tokens, randoms)
+        if len(batches) < len(numbers):
+            raise self._too_short(len(batches))
+        bounds = (np.array(runs, np.int64).T for runs in batches)
         return [(first_S, end_S - first_S) for first_S, end_S in bounds]
+
+    def _draw_steps(self, pools: Sequence[Pool], num_steps: int) -> NDArray[np.int64]:
+        """See ``draw_steps``: int64 [N, B]."""
+        random, requests = generator(self.seed, Stream.SEQUENCES), self.num_tokens // self.tokens_per_request
+        queued = pools if self.order == "shuffled" else self._queued(pools)
+        each, more = divmod(requests, len(queued))
+        if not each:
+            expected = f"a request of each of the {len(queued)} recordings in every step"
+            raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
+        num_requests = [each + (place < more) for place in range(len(queued))]
+        in_order = self.order == "arrival"
+        first_NB = draw_steps(queued, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
+        if len(first_NB) < num_steps:
+            raise self._too_short(len(first_NB))
+        return first_NB
+
+    def _queued(self, pools: Sequence[Pool]) -> Sequence[Pool]:
+        """The recordings as they arrive: side by side, or one after another."""
+        return pools if self.mix == "even" else [np.concatenate(pools)]
+
+    def _too_short(self, possible: int) -> UserError:
+        """By arrival the recordings have fewer batches."""
+        ahead = f" and the {self.num_history} ahead of them that plans know" if self.num_history else ""
+        return UserError(
+            f"num_batches: expected at most {max(possible - self.num_history, 0)} batches of {self.num_tokens:,} tokens"
+            f"{ahead}, as order: arrival takes none of the {self._offsets[-1]:,} recorded tokens twice; "
+            f"got {self.num_batches} (order: shuffled draws requests again)"
+        )
 
     @cached_property
     def _fitted(self) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float32], NDArray[np.float64]]:
@@ -238,12 +277,44 @@ def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.
     return batches
 
 
+def deal_in_order(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
+    """Take runs of recorded tokens as they came, for one batch of ``num_tokens`` for each of ``randoms``.
+
+    The rest of a request that a batch cuts begins the next one. There are fewer batches where a recording ends.
+
+    Args:
+        randoms: draw the order in a batch where there are several recordings.
+    """
+    queues = [iter(pool.tolist()) for pool in pools]
+    taken, behind, rest = [0] * len(pools), 0, None
+    batches = []
+    for random in randoms:
+        pieces: list[Run] = []
+        missing = num_tokens
+        while missing:
+            if rest is None:
+                behind = taken.index(min(taken))
+                if (rest := next(queues[behind], None)) is None:
+                    return batches
+            first, end = rest
+            pieces.append(Run(first, min(end, first + missing)))
+            taken[behind] += pieces[-1].num_rows
+            missing -= pieces[-1].num_rows
+            rest = (pieces[-1].end, end) if pieces[-1].end < end else None
+        if len(pools) > 1:
+            pieces = [pieces[place] for place in random.permutation(len(pieces))]
+        batches.append(pieces)
+    return batches
+
+
 def draw_steps(
     pools: Sequence[Pool],
     num_requests: Sequence[int],
     tokens_per_request: int,
     num_steps: int,
     random: np.random.Generator,
+    *,
+    in_order: bool = False,
 ) -> NDArray[np.int64]:
     """Let requests decode side by side: the first of the consecutive tokens of every slot in every step.
 
@@ -254,23 +325,30 @@ def draw_steps(
     Args:
         pools: every sequence holds ``tokens_per_request`` tokens or more.
         num_requests: slots of each pool. Which slots these are is drawn.
+        in_order: sequences come as they stand in the pool and none twice, the first ones from a place that is drawn.
 
     Returns:
-        int64 [N, B].
+        int64 [N, B]; in order, fewer steps where a slot's next request is missing.
     """
     first_NB = np.empty((num_steps, sum(num_requests)), dtype=np.int64)
     pool_B = random.permutation(np.repeat(np.arange(len(pools)), num_requests))
     # A stream for each recording: how often one is drawn from is no concern of the others.
     for index, (pool, stream) in enumerate(zip(pools, random.spawn(len(pools)), strict=True)):
         free = [(0, slot) for slot in np.flatnonzero(pool_B == index).tolist()]  # from which step; already a heap
-        pieces = chain(islice(_openings(stream, pool, tokens_per_request), len(free)), _whole(stream, pool))
+        if in_order:
+            pieces = _as_they_came(stream, pool, tokens_per_request, len(free))
+        else:
+            pieces = chain(islice(_openings(stream, pool, tokens_per_request), len(free)), _whole(stream, pool))
         while free and free[0][0] < num_steps:
             step, slot = free[0]
-            first, end = next(pieces)
+            if (piece := next(pieces, None)) is None:
+                num_steps = step
+                break
+            first, end = piece
             taken_N = np.arange(first, end - tokens_per_request + 1, tokens_per_request)
             first_NB[step : step + taken_N.size, slot] = taken_N[: num_steps - step]
             heapq.heapreplace(free, (step + taken_N.size, slot))
-    return first_NB
+    return first_NB[:num_steps]
 
 
 def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:
@@ -278,6 +356,13 @@ def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:
     while True:
         for start, end in pool[random.permutation(len(pool))].tolist():
             yield Run(start, end)
+
+
+def _as_they_came(random: np.random.Generator, pool: Pool, tokens_per_request: int, num_open: int) -> Iterator[Run]:
+    """All sequences once, in order; the first ``num_open`` ones from a random place on."""
+    for number, (start, end) in enumerate(pool.tolist()):
+        begun = int(random.integers(end - start - tokens_per_request + 1)) if number < num_open else 0
+        yield Run(start + begun, end)
 
 
 def _openings(random: np.random.Generator, pool: Pool, tokens_per_request: int) -> Iterator[Run]:

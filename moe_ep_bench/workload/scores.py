@@ -75,7 +75,12 @@ def _key(seed: int, stream: Stream, batch: int) -> NDArray[np.uint64]:
 
 
 def _seeds(seed: int, stream: Stream, batch: int) -> np.random.SeedSequence:
-    return np.random.SeedSequence(seed, spawn_key=(stream, batch))
+    return np.random.SeedSequence(seed, spawn_key=(stream, batch_seed(batch)))
+
+
+def batch_seed(batch: int) -> int:
+    """A seed of a batch: its number, but for those ahead of the first, which are negative."""
+    return batch % 2**32
 
 
 class Run(NamedTuple):

@@ -106,6 +106,7 @@ class SyntheticWorkload(Workload):
     or_chance: bool = False
     num_groups: int | None = None
     top_groups: int | None = None
+    num_history: int = 0
 
     def __post_init__(self) -> None:
         if self.pattern is not None and self.num_groups is not None:

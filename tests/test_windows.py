@@ -1,0 +1,234 @@
+"""Traffic in time: requests as they came, windows that plans know, and what it costs to keep a plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.balancers import with_free_slots
+from moe_ep_bench.bench.checks import VIRTUAL
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.measure import measure_point
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.placement import Rearrangement, moved_experts, replicate
+from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.workload.replay import RecordedWorkload
+from moe_ep_bench.workload.trace import open_trace
+from tests.trace_files import tokens_of, write_trace
+
+CPU = torch.device("cpu")
+NUM_RANKS, NUM_EXPERTS, TOP_K = 4, 8, 3
+LENGTHS = {"one": (7, 12, 5, 30, 9, 14, 40, 3), "two": (20, 3, 11, 25, 6, 18)}
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> list[Path]:
+    shape = {"popularity": 1.2, "sharpness": 0.7}
+    return [
+        write_trace(tmp_path / f"{name}.safetensors", length_S=lengths, domain=name, seed=len(lengths), **shape)
+        for name, lengths in LENGTHS.items()
+    ]
+
+
+def recorded(traces: list[Path], **changes: Any) -> RecordedWorkload:
+    fields = {"layer": 1, "num_experts": NUM_EXPERTS, "top_k": TOP_K, "num_tokens": 20, "num_batches": 4, "seed": 0}
+    return RecordedWorkload([*map(open_trace, traces)], **{**fields, "tail": "popularity", **changes})
+
+
+def all_tokens(workload: RecordedWorkload) -> list[list[int]]:
+    """Recorded tokens of each batch, those ahead of the first included."""
+    return [tokens_of(workload, index).tolist() for index in range(-workload.num_history, workload.num_batches)]
+
+
+# ---- the order of requests -------------------------------------------------------------------------------------------
+
+
+def test_by_arrival_batches_follow_each_other_through_the_recording(traces: list[Path]) -> None:
+    workload = recorded(traces[:1], num_history=1, num_batches=5)
+    assert [token for batch in all_tokens(workload) for token in batch] == list(range(120))
+    starts = workload.traces[0].start_S
+    for index in range(-1, 5):  # a request that a batch cuts goes on in the next one
+        ends = np.cumsum([0, *workload.sequence_lengths(index)]) + 20 * (index + 1)
+        inside = [start for start in starts if 20 * (index + 1) < start < 20 * (index + 2)]
+        assert ends.tolist() == [20 * (index + 1), *inside, 20 * (index + 2)]
+
+
+@pytest.mark.parametrize("arrangement", ["sequences", "decode"])
+@pytest.mark.parametrize("mix", ["even", "sequence"])
+def test_by_arrival_no_token_comes_twice_and_requests_keep_their_order(
+    traces: list[Path], mix: str, arrangement: str
+) -> None:
+    sizes = {"num_tokens": 4, "num_batches": 14} if arrangement == "decode" else {"num_tokens": 28, "num_batches": 5}
+    workload = recorded(traces, mix=mix, arrangement=arrangement, num_history=1, **sizes)
+    batches = all_tokens(workload)
+    tokens = [token for batch in batches for token in batch]
+    assert len(set(tokens)) == len(tokens)
+    first_request = np.concatenate([[0], np.cumsum(LENGTHS["one"]), 120 + np.cumsum(LENGTHS["two"])])
+    begun: dict[int, int] = {}  # the first batch that has a request's tokens
+    for number, batch in enumerate(batches):
+        for token in batch:
+            begun.setdefault(int(np.searchsorted(first_request, token, side="right")) - 1, number)
+    for of_recording in ([0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]):
+        known = [begun[request] for request in of_recording if request in begun]
+        assert known == sorted(known)
+        assert set(begun) & set(of_recording) == set(of_recording[: len(known)])
+    of_first = np.array([np.mean(np.array(batch) < 120) for batch in batches])
+    if mix == "sequence":
+        assert of_first[0] == 1, "one recording, then the other"
+        assert (np.diff(of_first) <= 0).all()
+    elif arrangement == "decode":
+        assert (of_first == 0.5).all()
+    else:  # each has the tokens of the other but for a request
+        assert abs(of_first.mean() - 0.5) * len(tokens) <= 40
+
+
+@pytest.mark.parametrize("sizes", [{"num_tokens": 20}, {"num_tokens": 4, "arrangement": "decode"}])
+def test_a_recording_that_is_too_short_says_how_many_batches_it_has(traces: list[Path], sizes: dict[str, Any]) -> None:
+    asked = {**sizes, "num_history": 2}
+    with pytest.raises(
+        UserError, match=r"^num_batches: expected at most \d+ batches of (20|4) tokens and the 2 ahead"
+    ) as found:
+        recorded(traces[:1], num_batches=500, **asked)
+    possible = int(re.findall(r"at most (\d+)", str(found.value))[0])
+    assert "order: shuffled" in str(found.value)
+    recorded(traces[:1], num_batches=possible, **asked)
+    with pytest.raises(UserError, match="num_batches"):
+        recorded(traces[:1], num_batches=possible + 1, **asked)
+
+
+# ---- what plans know -------------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, traces: list[Path], replication: dict[str, Any], **workload: Any) -> Point:
+    asked = {"kind": "recorded", "trace": [str(trace) for trace in traces], "layer": 1, "tail": "popularity"}
+    asked |= {"num_tokens": 12, "num_batches": 4, **workload}
+    if workload.get("kind") == "synthetic":
+        asked = {"kind": "synthetic", "num_tokens": 12, "num_batches": 4, "peak_load": 2, **workload}
+    shape = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": 64, "ffn_hidden_size": 32}
+    emulate = {"links": "h100-nvlink4", "device": "h100-sxm", "replication": [{"spare_per_rank": 1, **replication}]}
+    config = {"model": shape, "workload": asked, "layer": {"ep_size": NUM_RANKS}, "policies": [{"name": "topk"}]}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**config, "emulate": emulate}))
+    return plan(path, [], VIRTUAL, on_cpu=True)[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 2}, {"window": 2, "every": 2}, {"window": 3, "lag": 2, "every": 1}])
+def test_no_plan_has_seen_a_token_that_it_serves(tmp_path: Path, traces: list[Path], how: dict[str, int]) -> None:
+    """A plan is that of the loads of its window, counted in the recording; and no token of it is served."""
+    point = planned(tmp_path, traces, how)
+    workload, (case,) = point.workload, [case for case in point.cases if case.replication is not None]
+    router = Router(point, CPU)
+    windows = point.windows(case.replication)
+    assert workload.num_history == windows.num_history > 0
+    ids_TK = np.concatenate([trace.read_layer(1)[0] for trace in workload.traces])
+    for batch in range(4):
+        known, lag, every = windows.known(batch), how.get("lag", 1), how.get("every", 4)
+        begun = batch // every * every
+        assert known == tuple(range(begun - lag + 1 - how.get("window", 4), begun - lag + 1))
+        seen = np.concatenate([tokens_of(workload, other) for other in known])
+        assert not set(seen) & set(tokens_of(workload, batch))
+        load_E = np.bincount(ids_TK[seen].ravel(), minlength=NUM_EXPERTS)
+        expected_P = replicate(load_E, num_slots=NUM_EXPERTS + NUM_RANKS, num_ranks=NUM_RANKS)
+        assert router.slots(case, batch).expert_P.tolist() == expected_P.tolist()
+
+
+def test_batches_ahead_leave_those_that_are_served_as_they_are(tmp_path: Path) -> None:
+    alone, after = (
+        planned(tmp_path, [], {"window": window}, kind="synthetic").workload if window else
+        planned(tmp_path, [], {}, kind="synthetic").workload
+        for window in (None, 3)
+    )  # fmt: skip
+    assert (alone.num_history, after.num_history) == (0, 3)
+    assert all(torch.equal(alone.batch(index).scores_TE, after.batch(index).scores_TE) for index in range(4))
+    ahead = [after.batch(index).scores_TE for index in (-3, -2, -1, 0, 1, 2, 3)]
+    assert all(not torch.equal(one, other) for number, one in enumerate(ahead) for other in ahead[:number])
+    with pytest.raises(IndexError, match="expected -3 to 3, got -4"):
+        after.batch(-4)
+
+
+@pytest.mark.parametrize(
+    ("replication", "workload", "expected"),
+    [
+        ({"window": 2}, {"order": "shuffled"}, "emulate.replication.0.window: expected none with workload.order"),
+        ({"every": 2}, {"order": "shuffled"}, "emulate.replication.0.every: expected none with workload.order"),
+        ({}, {"order": "shuffled", "history": 1}, "workload.history: expected none with order: shuffled, got 1"),
+        ({"window": 3}, {"history": 2}, "workload.history: expected at least 3, which emulate.replication.0 knows"),
+        ({}, {"mix": "sequence", "order": "shuffled"}, "mix: sequence keeps the order of recordings"),
+        ({"window": 0}, {}, "window: expected"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(
+    tmp_path: Path, traces: list[Path], replication: dict[str, Any], workload: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        planned(tmp_path, traces, replication, **workload)
+
+
+# ---- what a new plan costs -------------------------------------------------------------------------------------------
+
+
+def times_us(point: Point) -> np.ndarray:
+    """Of the replicated case every rank's and batch's time, [R, B]."""
+    ranks = ModelledRanks(point, point.cases, CPU, lambda _: None)
+    measure_point(ranks, ranks.begin)
+    (case,) = [case for case in point.cases if case.replication is not None]
+    return ranks.samples[case.case_id][:, :, ranks.columns.index(TOTAL)]
+
+
+@pytest.mark.parametrize("rearrange", ["stall", "beside"])
+def test_each_batch_bears_its_share_of_a_new_plan(tmp_path: Path, traces: list[Path], rearrange: str) -> None:
+    """Beside a plan that costs nothing: later by planning and weights, shared among the batches that it serves."""
+    how = {"window": 2, "every": 2, "rearrange": rearrange, "plan_ms": 3}
+    point = planned(tmp_path, traces, how)
+    (case,) = [case for case in point.cases if case.replication is not None]
+    router, links = Router(point, CPU), point.links
+    before_P = with_free_slots(NUM_EXPERTS, NUM_RANKS, 1)
+    shares = []
+    for batch in (0, 2):
+        slots = router.slots(case, batch)
+        moved_RR = moved_experts(before_P, slots.expert_P, NUM_RANKS) * point.expert_bytes
+        assert (slots.rearranged.moved_bytes_RR == moved_RR).all()
+        assert moved_RR.any()
+        busy_us_R = links.all_to_all_us(moved_RR)
+        expected_R = (3000 + np.full(4, busy_us_R.max())) / 2 if rearrange == "stall" else busy_us_R / 2
+        np.testing.assert_allclose(slots.rearranged.share_us(links), expected_R)
+        shares += [expected_R, expected_R]
+        before_P = slots.expert_P
+    free = planned(tmp_path, traces, {**how, "every": 2})
+    object.__setattr__(free, "links", links)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rearrangement, "share_us", lambda self, links: np.zeros(NUM_RANKS))
+        costs_nothing = times_us(free)
+    later = times_us(point) - costs_nothing
+    if rearrange == "stall":
+        np.testing.assert_allclose(later, np.array(shares).T, rtol=1e-9)
+    else:  # ranks whose links are busy for longer keep others waiting
+        assert (later > 0).all()
+        assert (later <= np.max(shares, axis=1) + 1e-9).all()
+
+
+def test_rows_hold_what_a_new_plan_moves(tmp_path: Path, traces: list[Path]) -> None:
+    point = planned(tmp_path, traces, {"window": 2, "every": 4, "plan_ms": 1})
+    (case,) = [case for case in point.cases if case.replication is not None]
+    ranks = ModelledRanks(point, [case], CPU, lambda _: None)
+    measure_point(ranks, ranks.begin)
+    slots = Router(point, CPU).slots(case, 0)
+    for row in ranks.result.rows[case.case_id]:
+        moved = slots.rearranged.moved_bytes_RR[:, row["rank"]].sum()
+        assert row["moved_weight_bytes"] == int(moved / 4)
+        assert row["rearrange_us"] == slots.rearranged.share_us(point.links)[row["rank"]]
+
+
+def test_planning_is_timed_here_where_no_time_is_given(tmp_path: Path, traces: list[Path]) -> None:
+    point = planned(tmp_path, traces, {"window": 2, "every": 4})
+    (case,) = [case for case in point.cases if case.replication is not None]
+    assert Router(point, CPU).slots(case, 0).rearranged.plan_us > 0

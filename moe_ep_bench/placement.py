@@ -187,20 +187,25 @@ class Rearrangement:
 
     Attributes:
         moved_bytes_RR: of weights from each rank (row) to each (column), float64.
-        num_batches: that the new plan serves, each of which bears its share.
+        num_batches: that the new plan serves, each of which bears its share; None = for good, and no batch bears any.
         plan_us: of planning, while ranks wait; None = nobody waits.
     """
 
     moved_bytes_RR: NDArray[np.float64]
-    num_batches: int
+    num_batches: int | None
     plan_us: float | None
 
-    def share_us(self, links: Links) -> NDArray[np.float64]:
-        """Microseconds [R] that each batch is later by: all ranks wait for the last, or each has its own links busy."""
+    def once_us(self, links: Links) -> NDArray[np.float64]:
+        """Microseconds [R] that it takes: all ranks wait for the last, or each has its own links busy."""
         busy_us_R = links.all_to_all_us(self.moved_bytes_RR)
-        if self.plan_us is not None:
-            busy_us_R = np.full_like(busy_us_R, self.plan_us + busy_us_R.max())
-        return busy_us_R / self.num_batches
+        if self.plan_us is None:
+            return busy_us_R
+        return np.full_like(busy_us_R, self.plan_us + busy_us_R.max())
+
+    @property
+    def share(self) -> float:
+        """Of it that each batch bears."""
+        return 1 / self.num_batches if self.num_batches else 0.0
 
 
 def moved_experts(
@@ -422,11 +427,14 @@ class Slots:
         counts_RS = counts_P.reshape(self.num_ranks, -1)
         load_R = counts_RS.sum(axis=1)
         moved_bytes = 0.0 if self.moved_bytes_RR is None else self.moved_bytes_RR[:, rank].sum()
+        once = {}
         if self.rearranged is not None:
-            moved_bytes += self.rearranged.moved_bytes_RR[:, rank].sum() / self.rearranged.num_batches
+            once["rearranged_bytes"] = int(self.rearranged.moved_bytes_RR[:, rank].sum())
+            moved_bytes += once["rearranged_bytes"] * self.rearranged.share
         return {
             "slot_load_P": counts_P,
             "moved_weight_bytes": int(moved_bytes),
+            **once,
             "load_R": load_R,
             "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
             "crossing_pairs": int(load_R.sum() - load_R[rank]),

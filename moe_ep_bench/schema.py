@@ -145,7 +145,9 @@ _MORE_METRICS = {
     "image_load_E": _COUNTS,  # of load_E
     "slot_load_P": _COUNTS,  # pairs per slot, from this source rank
     "moved_weight_bytes": pa.int64(),  # of experts that this rank is sent; of a new plan the batch's share
-    "rearrange_us": pa.float64(),  # the batch's share of putting a new plan in place, in its dispatch
+    # Of putting the batch's plan in place once; a batch's dispatch has its share of it.
+    "rearrange_us": pa.float64(),
+    "rearranged_bytes": pa.int64(),  # of weights that this rank is sent
 }
 
 

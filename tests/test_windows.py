@@ -100,7 +100,7 @@ def test_a_recording_that_is_too_short_says_how_many_batches_it_has(traces: list
         recorded(traces[:1], num_batches=500, **asked)
     possible = int(re.findall(r"at most (\d+)", str(found.value))[0])
     assert "order: shuffled" in str(found.value)
-    recorded(traces[:1], num_batches=possible, **asked)
+    assert recorded(traces[:1], num_batches=possible, **asked).num_possible == possible + 2
     with pytest.raises(UserError, match="num_batches"):
         recorded(traces[:1], num_batches=possible + 1, **asked)
 
@@ -199,15 +199,13 @@ def test_each_batch_bears_its_share_of_a_new_plan(tmp_path: Path, traces: list[P
         assert (slots.rearranged.moved_bytes_RR == moved_RR).all()
         assert moved_RR.any()
         busy_us_R = links.all_to_all_us(moved_RR)
-        expected_R = (3000 + np.full(4, busy_us_R.max())) / 2 if rearrange == "stall" else busy_us_R / 2
-        np.testing.assert_allclose(slots.rearranged.share_us(links), expected_R)
-        shares += [expected_R, expected_R]
+        once_R = 3000 + np.full(4, busy_us_R.max()) if rearrange == "stall" else busy_us_R
+        np.testing.assert_allclose(slots.rearranged.once_us(links), once_R)
+        shares += [once_R / 2, once_R / 2]
         before_P = slots.expert_P
-    free = planned(tmp_path, traces, {**how, "every": 2})
-    object.__setattr__(free, "links", links)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rearrangement, "share_us", lambda self, links: np.zeros(NUM_RANKS))
-        costs_nothing = times_us(free)
+        patch.setattr(Rearrangement, "share", 0)
+        costs_nothing = times_us(point)
     later = times_us(point) - costs_nothing
     if rearrange == "stall":
         np.testing.assert_allclose(later, np.array(shares).T, rtol=1e-9)
@@ -224,8 +222,18 @@ def test_rows_hold_what_a_new_plan_moves(tmp_path: Path, traces: list[Path]) -> 
     slots = Router(point, CPU).slots(case, 0)
     for row in ranks.result.rows[case.case_id]:
         moved = slots.rearranged.moved_bytes_RR[:, row["rank"]].sum()
-        assert row["moved_weight_bytes"] == int(moved / 4)
-        assert row["rearrange_us"] == slots.rearranged.share_us(point.links)[row["rank"]]
+        assert (row["rearranged_bytes"], row["moved_weight_bytes"]) == (int(moved), int(moved / 4))
+        assert row["rearrange_us"] == slots.rearranged.once_us(point.links)[row["rank"]]
+
+
+def test_a_plan_that_stands_for_good_says_what_it_took_and_charges_nothing(tmp_path: Path, traces: list[Path]) -> None:
+    point = planned(tmp_path, traces, {"window": 2, "plan_ms": 1})
+    (case,) = [case for case in point.cases if case.replication is not None]
+    ranks = ModelledRanks(point, [case], CPU, lambda _: None)
+    measure_point(ranks, ranks.begin)
+    for row in ranks.result.rows[case.case_id]:
+        assert row["rearrange_us"] > 1000
+        assert row["moved_weight_bytes"] == 0
 
 
 def test_planning_is_timed_here_where_no_time_is_given(tmp_path: Path, traces: list[Path]) -> None:

@@ -37,8 +37,8 @@ def meeting_us(point: Point, traffic: LayerTraffic) -> dict[str, tuple[NDArray[n
         sms = links.exchange.held_sms(sent_RX)
     if traffic.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
         dispatch_us = dispatch_us + links.all_to_all_us(traffic.slots.moved_bytes_RR)
-    if traffic.slots.rearranged is not None:
-        dispatch_us = dispatch_us + traffic.slots.rearranged.share_us(links)
+    if (rearranged := traffic.slots.rearranged) is not None:
+        dispatch_us = dispatch_us + rearranged.share * rearranged.once_us(links)
     stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * _STATISTIC_BYTES
     # A measured exchange tells ranks its counts by itself.
     count_bytes = traffic.counts_RP.shape[1] * _COUNT_BYTES

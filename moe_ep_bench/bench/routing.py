@@ -184,7 +184,7 @@ class Router:
 
     def _rearranged(self, wanted: Lossless, batch: int) -> Rearrangement | None:
         """What it took to put a batch's plan in place, from the plan before, or from experts at their homes."""
-        if not isinstance(wanted, ReplicationConfig) or wanted.every is None:
+        if not isinstance(wanted, ReplicationConfig) or self.point.windows(wanted).window is None:
             return None
         point, before = self.point, self.point.windows(wanted).before(batch)
         after_P, measured_ms = self._planned(wanted, batch)

@@ -186,7 +186,7 @@ def _route_case(
     if not slots.is_contiguous:
         row |= slots.metrics(*where)
         if slots.rearranged is not None and point.links is not None:
-            row["rearrange_us"] = float(slots.rearranged.share_us(point.links)[tokens.rank])
+            row["rearrange_us"] = float(slots.rearranged.once_us(point.links)[tokens.rank])
     return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
 
 

@@ -170,8 +170,13 @@ class RecordedWorkload(Workload):
         return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
 
     @cached_property
-    def _spans(self) -> list[Spans]:
-        """First token and length of the sequences or slots of every batch."""
+    def num_possible(self) -> int:
+        """Batches that the recordings have by arrival, those ahead of the first included."""
+        return len(self._deal(self._pools, range(int(self._offsets[-1]) // self.num_tokens + 1)))
+
+    @cached_property
+    def _pools(self) -> list[Pool]:
+        """Sequences of each recording that are long enough."""
         pools = []
         for trace, offset in zip(self.traces, self._offsets.tolist(), strict=False):
             bounds_S2 = np.stack([trace.start_S[:-1], trace.start_S[1:]], axis=1)
@@ -180,7 +185,19 @@ class RecordedWorkload(Workload):
                 expected = f"at most {length_S.max()}, the longest sequence"
                 raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {self.tokens_per_request}")
             pools.append(bounds_S2[length_S >= self.tokens_per_request] + offset)
+        return pools
+
+    @cached_property
+    def _spans(self) -> list[Spans]:
+        """First token and length of the sequences or slots of every batch."""
         numbers = range(-self.num_history, self.num_batches)
+        spans = self._deal(self._pools, numbers)
+        if len(spans) < len(numbers):
+            raise self._too_short(len(spans))
+        return spans
+
+    def _deal(self, pools: Sequence[Pool], numbers: range) -> list[Spans]:
+        """Batches of these numbers; by arrival fewer where the recordings end."""
         if self.arrangement == "decode":
             first_NB = self._draw_steps(pools, len(numbers))
             return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
@@ -189,8 +206,6 @@ class RecordedWorkload(Workload):
             batches = draw_sequences(pools, self.num_tokens, randoms)
         else:
             batches = deal_in_order(self._queued(pools), self.num_tokens, randoms)
-        if len(batches) < len(numbers):
-            raise self._too_short(len(batches))
         bounds = (np.array(runs, np.int64).T for runs in batches)
         return [(first_S, end_S - first_S) for first_S, end_S in bounds]
 
@@ -204,10 +219,7 @@ class RecordedWorkload(Workload):
             raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
         num_requests = [each + (place < more) for place in range(len(queued))]
         in_order = self.order == "arrival"
-        first_NB = draw_steps(queued, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
-        if len(first_NB) < num_steps:
-            raise self._too_short(len(first_NB))
-        return first_NB
+        return draw_steps(queued, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
 
     def _queued(self, pools: Sequence[Pool]) -> Sequence[Pool]:
         """The recordings as they arrive: side by side, or one after another."""

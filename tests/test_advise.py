@@ -488,12 +488,13 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     olmoe = ["--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64]
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
     assert {label.split()[0] for label in candidates_of(without)} == {"token_drop", "budget_drop"}
-    past, prefill, no_replicas = notes_of(without)
+    again, past, prefill, no_replicas = notes_of(without)
+    assert again == "assumed: requests come again, as the recording has 1 of 4 batches"
     assert past == "left out: expanded_drop, laser: looks past the top-k, of which the recording has no scores"
     assert no_replicas.startswith("left out: eplb, lp, activated, llep, ultra: replicas and moved weights")
     full_trace = recording(tmp_path / "full.safetensors", full=True)
     full = asked(*olmoe, "--trace", full_trace)
-    assert notes_of(full) == (prefill, no_replicas)
+    assert notes_of(full) == (again, prefill, no_replicas)
     assert [one.workload.layer for one in experiments_of(full)] == [0, 1, 2], "all that were recorded"
     step = asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace)
     assert {one.workload.arrangement for one in experiments_of(step)} == {"decode"}

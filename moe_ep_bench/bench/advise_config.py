@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.bench.description import fit_of
-from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
+from moe_ep_bench.bench.plan import VIRTUAL, num_by_arrival, plan_experiments
 from moe_ep_bench.bench.point import Point, is_drawn
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
@@ -156,7 +156,9 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
         # First, so that points of one draw, which share its random numbers, follow each other.
         sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
     fewest = _BATCHES if options.config else max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined))
-    raw["workload"]["num_batches"] = max(raw["workload"].get("num_batches", 0), fewest)
+    raw["workload"]["num_batches"] = num_batches = max(raw["workload"].get("num_batches", 0), fewest)
+    if isinstance(workloads[0], RecordedConfig) and not {"order", "history"} & raw["workload"].keys():
+        assumed += _set_windows(raw, asked, num_batches)
     if OVERLAP not in sweep and "overlap" not in raw["emulate"] and any(map(_may_overlap, asked)):
         sweep = {**sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
@@ -299,6 +301,24 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Expe
                 why["exchange"] = str(problem)
     for words in dict.fromkeys(why.values()):
         yield Assumption(kind="modelled", names=[part for part, one in why.items() if one == words], reason=words)
+
+
+def _set_windows(raw: dict[str, Any], asked: Sequence[Experiment], num_batches: int) -> Iterator[Assumption]:
+    """Have plans know batches ahead of those that they serve, as many where the recordings have them, or half as many.
+
+    Yields:
+        That requests come again, where a recording has fewer.
+    """
+    of_one_layer = {stable_hash(one.workload.model_dump(mode="json", exclude={"layer"})): one for one in asked}
+    plans, possible = raw["emulate"]["replication"], min(map(num_by_arrival, of_one_layer.values()))
+    needed = num_batches + (-(-num_batches // 2) if plans else 0)
+    if possible < needed:
+        raw["workload"]["order"] = "shuffled"
+        names = ["plans"] if plans else []
+        yield Assumption(kind="shuffled", names=names, num_batches=(needed, possible))
+    else:
+        window = min(possible - num_batches, num_batches)
+        raw["emulate"]["replication"] = [{**one, "window": window} for one in plans]
 
 
 def _find_rows(asked: Sequence[Experiment], name: str, *, of_links: bool) -> None:

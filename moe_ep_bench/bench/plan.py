@@ -22,7 +22,7 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.description import device_sentence, fit_of, held_here
 from moe_ep_bench.bench.point import Point
-from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
+from moe_ep_bench.config import MEASURED, EmulateConfig, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
@@ -358,6 +358,19 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
             built = f"the {needed} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
             checks.refuse(recorded < needed, "workload.trace", built, recorded)
     return workloads
+
+
+def num_by_arrival(experiment: Experiment) -> int:
+    """Batches that recordings have if no token comes twice, those that plans know included.
+
+    Raises:
+        ValueError: a recording cannot be used; names the key.
+    """
+    config = experiment.workload.model_copy(update={"order": "shuffled", "num_batches": 1})
+    plain = experiment.model_copy(update={"workload": config, "emulate": EmulateConfig()})
+    workload = _open(plain, experiment.virtual_ranks)
+    assert isinstance(workload, RecordedWorkload)
+    return workload.num_possible
 
 
 def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:

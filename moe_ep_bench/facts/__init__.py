@@ -433,15 +433,24 @@ class Assumption(JsonRecord):
     Attributes:
         names: the file that counts experts, what is modelled, or candidates that are left out.
         num_layers: that the file counts, and that it has.
+        num_batches: that plans and those whom they serve need, and that a recording has by arrival.
         need: what the candidates lack here.
         reason: why no rows were found for what is modelled.
     """
 
     kind: Literal[
-        "no_skew", "counted_layers", "topk_share", "decode_as_prompts", "tokens_are_requests", "modelled", "left_out"
+        "no_skew",
+        "counted_layers",
+        "topk_share",
+        "decode_as_prompts",
+        "tokens_are_requests",
+        "modelled",
+        "left_out",
+        "shuffled",
     ]
     names: list[str] = []
     num_layers: tuple[int, int] | None = None
+    num_batches: tuple[int, int] | None = None
     topk_share: float | None = None
     scores_are_assumed: bool = False
     need: Need | None = None

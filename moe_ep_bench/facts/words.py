@@ -312,6 +312,11 @@ def assumption_words(assumed: Assumption) -> str:
         return "assumed: requests that decode route as their prompts did"
     if assumed.kind == "tokens_are_requests":
         return "assumed: tokens are requests of a step, as the recording is of decode"
+    if assumed.kind == "shuffled":
+        assert assumed.num_batches is not None
+        needed, possible = assumed.num_batches
+        plans = ", so that plans have seen tokens that they serve" if assumed.names else ""
+        return f"assumed: requests come again, as the recording has {possible} of {needed} batches{plans}"
     if assumed.kind == "modelled":
         return f"{' and '.join(assumed.names)} modelled, not measured elsewhere: {assumed.reason}"
     assert assumed.need is not None

@@ -172,7 +172,7 @@ class RecordedWorkload(Workload):
     @cached_property
     def num_possible(self) -> int:
         """Batches that the recordings have by arrival, those ahead of the first included."""
-        return len(self._deal(self._pools, range(int(self._offsets[-1]) // self.num_tokens + 1)))
+        return len(self._deal(range(int(self._offsets[-1]) // self.num_tokens + 1), in_order=True))
 
     @cached_property
     def _pools(self) -> list[Pool]:
@@ -191,39 +191,33 @@ class RecordedWorkload(Workload):
     def _spans(self) -> list[Spans]:
         """First token and length of the sequences or slots of every batch."""
         numbers = range(-self.num_history, self.num_batches)
-        spans = self._deal(self._pools, numbers)
+        spans = self._deal(numbers, in_order=self.order == "arrival")
         if len(spans) < len(numbers):
             raise self._too_short(len(spans))
         return spans
 
-    def _deal(self, pools: Sequence[Pool], numbers: range) -> list[Spans]:
-        """Batches of these numbers; by arrival fewer where the recordings end."""
+    def _deal(self, numbers: range, *, in_order: bool) -> list[Spans]:
+        """Batches of these numbers; in order fewer where the recordings end."""
+        pools = self._pools
+        if in_order and self.mix == "sequence":
+            pools = [np.concatenate(pools)]
         if self.arrangement == "decode":
-            first_NB = self._draw_steps(pools, len(numbers))
+            first_NB = self._draw_steps(pools, len(numbers), in_order=in_order)
             return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
         randoms = [generator(self.seed, Stream.SEQUENCES, index) for index in numbers]
-        if self.order == "shuffled":
-            batches = draw_sequences(pools, self.num_tokens, randoms)
-        else:
-            batches = deal_in_order(self._queued(pools), self.num_tokens, randoms)
+        batches = (deal_in_order if in_order else draw_sequences)(pools, self.num_tokens, randoms)
         bounds = (np.array(runs, np.int64).T for runs in batches)
         return [(first_S, end_S - first_S) for first_S, end_S in bounds]
 
-    def _draw_steps(self, pools: Sequence[Pool], num_steps: int) -> NDArray[np.int64]:
+    def _draw_steps(self, pools: Sequence[Pool], num_steps: int, *, in_order: bool) -> NDArray[np.int64]:
         """See ``draw_steps``: int64 [N, B]."""
         random, requests = generator(self.seed, Stream.SEQUENCES), self.num_tokens // self.tokens_per_request
-        queued = pools if self.order == "shuffled" else self._queued(pools)
-        each, more = divmod(requests, len(queued))
+        each, more = divmod(requests, len(pools))
         if not each:
-            expected = f"a request of each of the {len(queued)} recordings in every step"
+            expected = f"a request of each of the {len(pools)} recordings in every step"
             raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
-        num_requests = [each + (place < more) for place in range(len(queued))]
-        in_order = self.order == "arrival"
-        return draw_steps(queued, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
-
-    def _queued(self, pools: Sequence[Pool]) -> Sequence[Pool]:
-        """The recordings as they arrive: side by side, or one after another."""
-        return pools if self.mix == "even" else [np.concatenate(pools)]
+        num_requests = [each + (place < more) for place in range(len(pools))]
+        return draw_steps(pools, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
 
     def _too_short(self, possible: int) -> UserError:
         """By arrival the recordings have fewer batches."""

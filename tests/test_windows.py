@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from moe_ep_bench.analysis.advice import Upkeep, advice_lines, read_advice
 from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
@@ -18,7 +20,8 @@ from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import Point
 from moe_ep_bench.bench.routing import Router
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK, UserError
 from moe_ep_bench.placement import Rearrangement, moved_experts, replicate
 from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -240,3 +243,65 @@ def test_planning_is_timed_here_where_no_time_is_given(tmp_path: Path, traces: l
     point = planned(tmp_path, traces, {"window": 2, "every": 4})
     (case,) = [case for case in point.cases if case.replication is not None]
     assert Router(point, CPU).slots(case, 0).rearranged.plan_us > 0
+
+
+# ---- whether a plan pays ---------------------------------------------------------------------------------------------
+
+RANGE = {"label": "EPLB", "num_batches": 20, "rearranged_gib": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("median_ms", "verdict", "rearrange_ms", "every", "decision", "pays_after"),
+    [
+        (8.0, "faster", 30.0, None, "enable", 15),
+        (9.0, "faster", 30.0, 10, "enable", 8),  # without its share it would take 6 ms, 4 less than native
+        (9.5, "inconclusive", 30.0, None, "insufficient", 60),
+        (11.0, "slower", 30.0, 10, "not_now", 15),  # it would pay if it stood for longer
+        (14.0, "slower", 30.0, 10, "not_now", None),
+        (10.0, "inconclusive", 0.0, None, "not_now", None),
+    ],
+)
+def test_a_plan_is_judged_by_its_gain_and_what_it_takes(
+    median_ms: float, verdict: str, rearrange_ms: float, every: int | None, decision: str, pays_after: int | None
+) -> None:
+    ends = {"speedup": 10 / median_ms, "low": 10 / median_ms - 0.01, "high": 10 / median_ms + 0.01}
+    plan = Upkeep.judged(
+        native_ms=10.0, median_ms=median_ms, verdict=verdict, every=every, rearrange_ms=rearrange_ms, **ends, **RANGE
+    )
+    assert (plan.decision, plan.pays_after) == (decision, pays_after)
+
+
+def test_a_server_whose_new_plans_take_three_times_the_run_is_told_not_to() -> None:
+    """vLLM pull request 50647: Kimi K3 on 16 ranks, 463.11 s without and 1,466.50 s with 24 synchronous new plans.
+
+    The fullest rank falls from 1.069 to 1.008 of the mean, so that all that time could be shorter by 5.7 % at most.
+    """
+    native_s, plans = 463.11, 24
+    shorter_s = native_s * 1.008 / 1.069
+    stall_s = (1466.50 - shorter_s) / plans
+    speedup = native_s / 1466.50
+    plan = Upkeep.judged(
+        native_ms=1e3 * native_s / plans, median_ms=1e3 * 1466.50 / plans, verdict="slower", every=1,
+        rearrange_ms=1e3 * stall_s, speedup=speedup, low=speedup, high=speedup, **RANGE,
+    )  # fmt: skip
+    assert plan.decision == "not_now"
+    assert plan.pays_after == 39, "one new plan in place of 39 would pay"
+
+
+def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -> None:
+    shape = {"length_S": (16,) * 24, "num_layers": 1, "num_experts": 64, "top_k": 8, "popularity": 1.0, "full": True}
+    trace, out = write_trace(tmp_path / "mine.safetensors", **shape), tmp_path / "out"
+    question = ["--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "16", "--trace", str(trace), "--out", str(out)]
+    assert main(["advise", *question, "--set", "emulate.overlap=none"]) == OK
+    advice = read_advice(out)
+    (answer,) = advice.answers
+    assert {plan.label.split(",")[0].split(" (")[0] for plan in answer.plans} == {"EPLB", "EPLB + LP", "variance plan"}
+    assert all(one.num_batches == 10 and one.rearrange_ms > 0 for one in answer.plans)
+    lines = "\n".join(advice_lines(advice))
+    for one in answer.plans:
+        decision = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}[one.decision]
+        assert f"{one.label}: {decision}. It is {one.speedup:.3f} times as fast as native [" in lines
+    assert "time to plan was measured on this CPU (emulate.replication: plan_ms)" in advice.notes
+    run = json.loads((out / "run.json").read_text())
+    (workload,) = [one["workload"] for one in run["comparisons"].values()]
+    assert (workload["order"], workload["num_history"]) == ("arrival", 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,43 @@ class Candidate(Case):
     extra_gib_per_rank: float | None = None
 
 
+class Upkeep(_Fact):
+    """Whether a plan of replicas pays a server, judged on batches that it was not made of.
+
+    Attributes:
+        num_batches: behind the speedup over native, whose range is ``low`` to ``high``.
+        rearrange_ms: of putting the plan in place in one layer, planning included where ranks wait for it.
+        every: batches that bear it, and the speedup has it; None = the plan stands for good, at no charge.
+        pays_after: batches after which a plan has gained what it took; None = never.
+    """
+
+    label: str
+    decision: Literal["enable", "not_now", "insufficient"]
+    speedup: PositiveFloat
+    low: float
+    high: float
+    num_batches: int
+    rearrange_ms: float
+    rearranged_gib: float
+    every: int | None
+    pays_after: int | None
+
+    @staticmethod
+    def judged(*, native_ms: float, median_ms: float, verdict: str, every: int | None, **facts: Any) -> Upkeep:
+        """The decision, and after how many batches a plan pays.
+
+        Args:
+            native_ms, median_ms: of a batch, by native and under the plan.
+            verdict: of ``statistics.judge``.
+        """
+        gain_ms = native_ms - median_ms + (facts["rearrange_ms"] / every if every else 0.0)
+        pays_after = max(1, math.ceil(facts["rearrange_ms"] / gain_ms)) if gain_ms > 0 else None
+        decision = {"faster": "enable", "slower": "not_now"}.get(verdict, "insufficient")
+        if facts["high"] < 1 or pays_after is None:
+            decision = "not_now"
+        return Upkeep(decision=decision, every=every, pays_after=pays_after, **facts)
+
+
 class Variant(_Fact):
     """The same question under another overlap, which has the same pick."""
 
@@ -89,6 +127,7 @@ class Answer(_Fact):
         pick: None = native stays, for the ``reason``.
         fastest: the fastest candidate within the bounds, where none is picked.
         rest: of a pass, as it was modelled.
+        plans: of replicas, where batches follow each other in time.
     """
 
     comparison_id: str
@@ -101,6 +140,7 @@ class Answer(_Fact):
     fastest: Candidate | None = None
     fit: Fit | None = None
     rest: Rest | None = None
+    plans: tuple[Upkeep, ...] = ()
     variants: tuple[Variant, ...] = ()
 
     @model_validator(mode="after")
@@ -169,6 +209,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
         yield from _native_lines(native)
     else:
         yield from _pick_lines(answer, pick)
+    yield from map(_upkeep_line, answer.plans)
     yield from map(_variant_line, answer.variants)
 
 
@@ -220,6 +261,19 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         of = rest_words(answer.rest) if answer.rest else ""
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
+
+
+_DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}
+
+
+def _upkeep_line(plan: Upkeep) -> str:
+    """Whether to keep a plan, and what that takes."""
+    charged = f" with a new plan every {plan.every} batches" if plan.every else ""
+    gain = f"{plan.speedup:.3f} times as fast as native [{plan.low:.3f}, {plan.high:.3f}]"
+    takes = f"a new plan takes {milliseconds(plan.rearrange_ms)} ms and moves {plan.rearranged_gib:.3g} GiB in a layer"
+    pays = "never pays" if plan.pays_after is None else f"pays once it has stood for {plan.pays_after:,} batches"
+    on = f"on {plan.num_batches} later batches{charged}"
+    return f"{plan.label}: {_DECISIONS[plan.decision]}. It is {gain} {on}; {takes}, and {pays}."
 
 
 def _variant_line(variant: Variant) -> str:

@@ -25,6 +25,7 @@ from moe_ep_bench.analysis.advice import (
     Case,
     Pass,
     Spread,
+    Upkeep,
     Variant,
     advice_lines,
     costs_answers,
@@ -218,6 +219,23 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
         fit=fit,
         rest=rest,
+        plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
+    )
+
+
+def _upkeep(row: pd.Series, native: pd.Series) -> Upkeep:
+    return Upkeep.judged(
+        native_ms=native["median_ms"],
+        median_ms=row["median_ms"],
+        verdict=row["verdict"],
+        every=json.loads(row["policy_params"]).get("every"),
+        label=row["label"],
+        speedup=row["speedup_median"],
+        low=row["speedup_low"],
+        high=row["speedup_high"],
+        num_batches=row["num_batches"],
+        rearrange_ms=row["rearrange_ms"],
+        rearranged_gib=row["rearranged_gib"],
     )
 
 
@@ -282,6 +300,9 @@ def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.Da
     if any(map(_is_assumed, workloads)):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
     yield from dict.fromkeys(filter(None, (layers_words(one.facts) for one in store.comparisons)))
+    plans = rows.loc[rows["rearrange_ms"].notna(), "policy_params"].map(json.loads)
+    if any(one.get("plan_ms") is None and one.get("rearrange") != "beside" for one in plans):
+        yield "time to plan was measured on this CPU (emulate.replication: plan_ms)"
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:
         yield "the pick was chosen and scored on the same traffic, so its speedup is slightly optimistic"

@@ -245,6 +245,8 @@ COLUMNS = {
         Column("output_error", "output error", form="{:.2g}", better="lower"),
         Column("extra_gib_per_rank", "more memory", "GiB a rank", "{:.3g}", better="lower"),
         Column("moved_gib", "weights moved", "GiB a batch", "{:.3g}", better="lower"),
+        Column("rearrange_ms", "new plan", "ms", "{:.3g}", better="lower"),
+        Column("rearranged_gib", "weights of a new plan", "GiB", "{:.3g}", better="lower"),
         percentage("kept_share", "mass kept", better="higher", native=1.0),
         Column("cross_entropy_added", "cross-entropy added", "nats", better="lower"),
         # Loads.

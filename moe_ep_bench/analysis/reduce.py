@@ -192,11 +192,13 @@ SENT = {
     "sent_copies": "crossing_copies",
     "sent_node_copies": "crossing_node_copies",
 }
+# Of putting a plan in place; other cases have none.
+OF_PLANS = ["rearrange_us", "rearranged_bytes"]
 ERRORS = ["output_error", "reference_error"]
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", *LOST, "missing_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
-    "moved_gib", *SENT,
+    "moved_gib", "rearrange_ms", "rearranged_gib", *SENT,
 ]  # fmt: skip
 # Columns of the fullest of several EP groups.
 OF_SLOWEST = {name: f"slowest_group_{name}" for name in ("fullest_expert", "fullest_rank")}
@@ -247,7 +249,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         policy, so that dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed;
         ``retained_mass`` is ``metrics.mass_kept``, above 1 where a policy adds experts.
     """
-    unknown = {name: np.nan for name in SENT.values() if name not in rows}
+    unknown = {name: np.nan for name in (*SENT.values(), *OF_PLANS) if name not in rows}
     rows = rows.assign(ep_group=rows["rank"] // facts.num_ranks, **unknown)
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
     units = Units(rows, rows["rank"].nunique() // rows["ep_group"].nunique())
@@ -273,6 +275,8 @@ def _counted(units: Units) -> dict[str, np.ndarray]:
         "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
         **{name: units.sums(count)[count] / tokens_U for name, count in SENT.items()},  # null of earlier versions
         "moved_gib": units.of("moved_weight_bytes").sum(axis=(1, 2)) / 2**30,
+        "rearrange_ms": units.of("rearrange_us").max(axis=(1, 2)) / 1e3,
+        "rearranged_gib": units.of("rearranged_bytes").sum(axis=(1, 2)) / 2**30,
     }
 
 

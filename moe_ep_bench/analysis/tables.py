@@ -179,7 +179,8 @@ VIEWS = {
         (
             *("label", "median_ms", "speedup_median", "over_topk_median", "verdict", *COSTS, "slowest_group_ms"),
             *("p90_ms", "p99_ms", "pass_ms", "tokens_per_s_per_rank", "below_frontier", "below_frontier_experts"),
-            *("output_error", "extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
+            *("output_error", "extra_gib_per_rank", "moved_gib", "rearrange_ms", "rearranged_gib"),
+            *("activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         where=_LAYER,
         short=("median_ms", "speedup_median", "over_topk_median", "verdict"),
@@ -206,7 +207,7 @@ VIEWS = {
                 *COSTS,
             ),
             *("below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts"),
-            *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib"),
+            *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib", "rearranged_gib"),
         ),
         where=_ROUTED,
         short=("fullest_expert", "fullest_rank", "activated_experts", "rank_imbalance"),

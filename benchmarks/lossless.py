@@ -4,8 +4,8 @@
 
 TRACES is a folder of moe-trace-v1 recordings; those of ``RECORDED`` are taken. Every traffic is modelled on 8 H200
 (``emulate``), and writes ``lossless.csv``, ``lossless.md`` and the figure ``lossless.png``. Plans know batches ahead of
-those that they serve; ``lossless.md`` also has what they are worth to other domains. Solvers are shown at 0 us and at the
-100 us of a GPU that configs assume. Takes two to four minutes on two cores.
+those that they serve; ``lossless.md`` also has what they are worth to other domains. Solvers are shown at 0 us and at
+the 100 us of a GPU that configs assume. Takes two to four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ HEAD = """\
 Modelled, 8 H200; made by `python benchmarks/lossless.py`. Recordings: layers 2, 8, 14 and 20, requests in
 their order, each with 4 batches (GPT-OSS-20B 5, decode 10); GPT-OSS-20B was recorded in decode. Plans know
 3 batches ahead of these (4, 10), and no token that they serve. Power laws: one layer, 20 batches, other
-busy experts in each, of which plans know all but the served one. Weights and rows go over links one after the other, beside no work. Solvers'
-times are assumed. LLEP and UltraEP move no weights for fewer than 1,024 pairs.
+busy experts in each, of which plans know all but the served one. Weights and rows go over links one after
+the other, beside no work. Solvers' times are assumed. LLEP and UltraEP move no weights for fewer than
+1,024 pairs.
 
 A cell is the speedup of one layer, its 95 % range over layers and batches, and in round brackets the
 mass lost. `*`: inconclusive, or below what the model can tell. Ranges are of traffic alone."""

@@ -83,6 +83,7 @@ LISTED = {
         "needs a GPU: CUDA graphs",
     ),
     "emulate configs/balance-recorded.yaml --set workload.trace=FILE": ("--help", "needs the recording itself"),
+    "emulate configs/traffic-shift.yaml": ("--help", "needs the recordings themselves"),
     "papers configs/papers/llep-figure4.yaml": ("--help", "takes minutes; test_published reads it"),
     "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill.safetensors": (
         "--help",

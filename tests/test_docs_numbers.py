@@ -133,14 +133,14 @@ def of_papers() -> list[str]:
 # ---- docs/balancing.md -----------------------------------------------------------------------------------------------
 
 DOMAINS = ("intent", "summary", "translation")
-LITE = [f"DeepSeek-V2-Lite, {domain}, 256 a rank" for domain in DOMAINS]
-PREFILL = (*LITE, "GPT-OSS-20B, mixed, 1,024 a rank")
-DECODE = "GPT-OSS-20B, decode, 32 a rank"
+LITE = [f"DeepSeek-V2-Lite, {domain}, 128 a rank" for domain in DOMAINS]
+PREFILL = (*LITE, "GPT-OSS-20B, mixed, 512 a rank")
+DECODE = "GPT-OSS-20B, decode, 8 a rank"
 POWER_LAW = {tokens: f"gpt-oss-120b, power law 1.2, {tokens} a rank" for tokens in ("2,048", "16,384")}
 TRAFFIC = {
-    "DeepSeek-V2-Lite intent, 256": LITE[0],
-    "GPT-OSS-20B, 1,024": PREFILL[-1],
-    "GPT-OSS-20B decode, 32": DECODE,
+    "DeepSeek-V2-Lite intent, 128": LITE[0],
+    "GPT-OSS-20B, 512": PREFILL[-1],
+    "GPT-OSS-20B decode, 8": DECODE,
     **{f"power law 1.2, {tokens}": traffic for tokens, traffic in POWER_LAW.items()},
 }
 BALANCE, BY_DEVICE = "native, balanced scores", "token_drop capacity_factor=1.0 granularity=device"
@@ -181,8 +181,24 @@ def fullest(planned_on: str, served: str) -> tuple[float, float, float]:
     return tuple(map(float, row.split(" | ")))
 
 
+def of_shift() -> list[str]:
+    """Traffic that moves at the twelfth batch: medians of the fullest rank, and what a new plan takes."""
+    rows = table("traffic-shift").assign(moved=lambda rows: rows["batch"] >= 12)
+    rows = rows.assign(label=rows["label"].str.replace("=1.0", "=1"))
+    once, again = (f"EPLB, 1 spare per rank, window=4{more}" for more in ("", ", every=4, plan_ms=1"))
+    fullest = rows.groupby(["label", "moved"])["rank_imbalance"].median().map("{:.2f}".format)
+    new = rows[rows["label"] == again].iloc[0]
+    taken = rows[rows["label"] == again].drop_duplicates("batch")[["rearranged_gib", "rearrange_ms"]].mean()
+    return [
+        f"at {fullest[once, False]} of the mean (native {fullest['native', False]})",
+        f"at {fullest[once, True]} ({fullest['native', True]}), new plans at {fullest[again, True]}.",
+        f"here {taken['rearranged_gib']:.2f} GiB and {taken['rearrange_ms']:.2f} ms of a layer",
+        f"the layer is {new['speedup_median']:.2f} times as fast as native",
+    ]
+
+
 def of_balancing() -> list[str]:
-    rows = []
+    rows = of_shift()
     for name, traffic in TRAFFIC.items():
         ultra = "-" if traffic == DECODE else ", ".join(speed(traffic, label) for label in ULTRA)
         plans = ", ".join(speed(traffic, label) for label in (EPLB, VARIANCE))

@@ -151,6 +151,16 @@ def load_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.astype({"place": int})
 
 
+def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per batch of native and of every plan in time: ``rank_imbalance``, mean over layers."""
+    rows = matching(rows, "status == 'ok' and (role == 'baseline' or rearrange_ms != null)")
+    rows = rows[rows["facet"].isin(rows.loc[rows["rearrange_ms"].notna(), "facet"])]
+    if rows.empty:
+        return rows
+    of_batch = routing(store).groupby([*CASE, "batch"], sort=False)["rank_imbalance"].mean().reset_index()
+    return rows.drop(columns="rank_imbalance").assign(line=rows["name"]).merge(of_batch, on=CASE)
+
+
 def _loads(of: str, width: float) -> object:
     look = {"joined": "line != null", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
     return series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
@@ -363,6 +373,14 @@ FIGURES: dict[str, Figure] = {
         rows=load_rows,
         columns=("of", "place", "load_over_mean"),
         beside=True,
+        of="routing",
+    ),
+    "batches": Figure(
+        "Fullest rank from batch to batch",
+        [series("batch", "rank_imbalance", joined="line != null", xlabel="batch, in their order", shares=False)],
+        "Pairs of the fullest rank over the mean, mean over layers. Plans know batches ahead of those that they serve.",
+        rows=batch_rows,
+        columns=("batch", "rank_imbalance", "speedup_median", "rearrange_ms", "rearranged_gib"),
         of="routing",
     ),
     "pareto": Figure(

@@ -10,8 +10,11 @@ position       int32   [T]               place of the token in that text, from 0
 full_scores    float32 [layers, T, E]    optional: the scores of all experts, by their index; a row sums to 1
 =============  ========================  =====================================================
 
-and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``top_k``,
-``score``, ``phase``, ``domain``, ``source`` and ``licence``. ``score`` says what the scores are:
+Texts stand in the order in which they came: importers keep the order of their source, a server's recorder that in
+which requests were first served. ``replay`` makes windows in time of it.
+
+String metadata is ``format``, ``model``, ``num_experts`` (at most 1,024), ``top_k``, ``score``, ``phase``, ``domain``,
+``source`` and ``licence``. ``score`` says what the scores are:
 
 * ``softmax, not renormalised``, or anything else: shares of a token's whole score mass, so at most 1 in sum;
 * with ``softmax over the top-k`` in it: 1 in sum;

@@ -157,8 +157,13 @@ def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["facet"].isin(rows.loc[rows["rearrange_ms"].notna(), "facet"])]
     if rows.empty:
         return rows
-    of_batch = routing(store).groupby([*CASE, "batch"], sort=False)["rank_imbalance"].mean().reset_index()
-    return rows.drop(columns="rank_imbalance").assign(line=rows["name"]).merge(of_batch, on=CASE)
+    # Batches of several layers or draws are numbered on.
+    times = rows["facts"].map(lambda facts: facts.get("draws", 1) * facts.get("layers", 1))
+    rows = rows.assign(line=rows["name"], of_one=rows["num_batches"] // times).drop(columns="rank_imbalance")
+    batches = routing(store)[[*CASE, "batch", "rank_imbalance"]].merge(rows, on=CASE)
+    batches = batches.assign(batch=batches["batch"] % batches["of_one"])
+    mean = batches.groupby([*CASE, "batch"], sort=False)["rank_imbalance"].mean().reset_index()
+    return rows.merge(mean, on=CASE)
 
 
 def _loads(of: str, width: float) -> object:

@@ -35,6 +35,7 @@ from interleaved import device_of, interleaved, keep, median_ratio, parser_of, r
 from torch import Tensor
 
 from moe_ep_bench import kernels
+from moe_ep_bench.config import label_of
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import POLICIES, Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadAwarePolicy
@@ -132,8 +133,8 @@ class Bench:
         specs = [{**spec, "c": min(spec["c"], num_experts)} if "c" in spec else spec for spec in SPECS]
         all_timed = not by_triton or num_tokens <= MOST_SEQUENTIAL_TOKENS
         self.policies = [p for p in map(make_policy, specs) if all_timed or not isinstance(p, LoadAwarePolicy)]
-        self.compiled = {policy.label: self._compiled(policy) for policy in self.policies} if by_triton else {}
-        self.wrong = [policy.label for policy in self.policies if by_triton and not self._agrees(policy)]
+        self.compiled = {label_of(policy): self._compiled(policy) for policy in self.policies} if by_triton else {}
+        self.wrong = [label_of(policy) for policy in self.policies if by_triton and not self._agrees(policy)]
 
     def _compiled(self, policy: Policy) -> Call | None:
         module = kernels.triton_forms().get(type(policy))
@@ -146,7 +147,7 @@ class Bench:
         return lambda: kernels.oracle_for(policy, self.device).select(self.scores_TE, self.context)
 
     def _agrees(self, policy: Policy) -> bool:
-        compiled = self.compiled[policy.label]
+        compiled = self.compiled[label_of(policy)]
         if compiled is None:
             return True
         try:
@@ -154,7 +155,7 @@ class Bench:
             near = torch.allclose(ours.weights_TE, expected.weights_TE, rtol=1e-5, atol=1e-30)
             return near and all(torch.equal(map_TE, ours.map_TE) for map_TE in (compiled().map_TE, expected.map_TE))
         except Exception as error:
-            print(f"{policy.label}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{label_of(policy)}: {type(error).__name__}: {error}", file=sys.stderr)
             return False
 
     def _contenders(self) -> dict[tuple[str, str], Call]:
@@ -169,18 +170,18 @@ class Bench:
             if not self.by_triton:
                 policy.check(self.scores_TE, self.context)
                 form = kernels.form_of(policy, "cpu")
-                contenders[policy.label, form.runs(*self.scores_TE.shape)] = partial(
+                contenders[label_of(policy), form.runs(*self.scores_TE.shape)] = partial(
                     form.select, self.scores_TE, self.context
                 )
                 continue
             # Seconds on the host, at prefill, that no ratio needs.
             if self.is_decode or not isinstance(policy, LoadAwarePolicy):
-                contenders[policy.label, "torch"] = self._plain(policy)
-            compiled = self.compiled[policy.label]
-            if compiled is not None and policy.label not in self.wrong:
-                contenders[policy.label, "launched"] = compiled
+                contenders[label_of(policy), "torch"] = self._plain(policy)
+            compiled = self.compiled[label_of(policy)]
+            if compiled is not None and label_of(policy) not in self.wrong:
+                contenders[label_of(policy), "launched"] = compiled
                 if self.device.type == "cuda":
-                    contenders[policy.label, "graph"] = replayed(compiled, self._repeated)
+                    contenders[label_of(policy), "graph"] = replayed(compiled, self._repeated)
         return contenders
 
     @property

@@ -8,9 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
-# Versions that are read. Version 4 counted every missing top-k pair as dropped (``analysis.store``).
-READABLE_VERSIONS = (4, 5)
+SCHEMA_VERSION = 6
 
 MODES = ("run", "emulated", "route", "quality")
 
@@ -43,8 +41,8 @@ BESIDE_TOTAL = HOST, HOST_BUSY, THREAD_CPU, SM_CLOCK = "host_us", "host_busy_us"
 # What of an MoE layer in a whole model no other phase covers.
 MOE_REST = "moe_rest"
 
-# All phases, by name. Those of a layer stand in the order in which it passes them (DESIGN: timing protocol); ``rest``
-# is norms and residual additions.
+# All phases, by name. Those of a layer stand in the order in which it passes them; ``rest`` is norms and residual
+# additions.
 PHASES = {
     phase.name: phase
     for phase in (

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_ep_bench.config import label_of
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
@@ -130,7 +131,7 @@ TORCH_SPECS: list[Spec] = [
 # The first of each policy's.
 ONE_OF_EACH: list[Spec] = list({spec["name"]: spec for spec in reversed(SPECS + TORCH_SPECS)}.values())
 every_spec = pytest.mark.parametrize(
-    "spec", SPECS + TORCH_SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ",")
+    "spec", SPECS + TORCH_SPECS, ids=lambda spec: label_of(make_policy(spec)).replace(" ", ",")
 )
 few_examples = settings(max_examples=8)
 

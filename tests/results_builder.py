@@ -10,7 +10,7 @@ import contextlib
 import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from matplotlib.figure import Figure
 from moe_ep_bench.analysis.show import show
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.facts import CaseFacts
+from moe_ep_bench.facts.words import case_label, label_words
+from moe_ep_bench.policies.contract import Setting
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import SCHEMA_VERSION, TOTAL, UNACCOUNTED
 
@@ -60,7 +63,7 @@ class FakeCase:
     policy: str
     role: str = "policy"
     params: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""
+    defaults: Sequence[str] = ()  # of params, those at their defaults
     speedup: float = 1.0
     dropped: float = 0.0
     rerouted: float = 0.0
@@ -73,9 +76,13 @@ class FakeCase:
     phase_factors: Mapping[str, float] = field(default_factory=dict)  # so many times as long, on every rank
     sm_clock_mhz: Mapping[int, float] = field(default_factory=dict)  # by rank
 
-    def __post_init__(self) -> None:
-        gamma = self.params.get("capacity_factor")
-        self.label = self.label or (self.policy if gamma is None else f"{self.policy} gamma {gamma:g}")
+    @property
+    def settings(self) -> list[Setting]:
+        return [Setting(key, value, is_default=key in self.defaults) for key, value in self.params.items()]
+
+    @property
+    def label(self) -> str:
+        return label_words(self.policy, self.settings, self.role)
 
 
 @dataclass
@@ -144,9 +151,9 @@ class FakeComparison:
 def standard_cases() -> list[FakeCase]:
     return [
         FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8),
-        FakeCase("native_balanced", role="balanced", label="native, balanced", speedup=1.6),
+        FakeCase("native_balanced", role="balanced", speedup=1.6),
         FakeCase("topk", speedup=1.0),
-        FakeCase("native", role="noise", label="native again"),
+        FakeCase("native", role="noise"),
         FakeCase("native", role="baseline"),
     ]
 
@@ -156,6 +163,11 @@ WHOLE_CASES = [
     FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=1.5, dropped=0.05, mass=0.97),
     *(case for case in standard_cases() if case.policy != "token_drop"),
 ]
+
+
+def label_in(case: Mapping[str, Any]) -> str:
+    """The label of a case of run.json."""
+    return case_label(CaseFacts.model_validate(case))
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------
@@ -178,8 +190,7 @@ def write_run(
             cases[case_id] = {
                 "comparison_id": one.comparison_id,
                 "policy": case.policy,
-                "policy_params": dict(case.params),
-                "label": case.label,
+                "settings": list(map(asdict, case.settings)),
                 "role": case.role,
                 "looks_past_top_k": case.looks_past_top_k,
                 "by_torch": case.by_torch,

@@ -32,7 +32,7 @@ from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.cli import main, make_parser
-from moe_ep_bench.config import Experiment
+from moe_ep_bench.config import Experiment, label_of
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.facts.words import assumption_words, rest_words
@@ -55,15 +55,15 @@ def drop(gamma: float, speedup: float, dropped: float, mass: float, **changes) -
 
 
 def eplb(speedup: float) -> FakeCase:
-    return FakeCase("eplb", role="replication", label="EPLB, 1 spare per rank", speedup=speedup)
+    return FakeCase("eplb", role="replication", params={"spare_per_rank": 1}, speedup=speedup)
 
 
 def references() -> list[FakeCase]:
     return [
         FakeCase("native", role="baseline"),
-        FakeCase("native", role="noise", label="native again"),
+        FakeCase("native", role="noise"),
         FakeCase("topk", speedup=1.0),
-        FakeCase("native_balanced", role="balanced", label="native, balanced scores", speedup=2.0),
+        FakeCase("native_balanced", role="balanced", speedup=2.0),
     ]
 
 
@@ -115,7 +115,7 @@ def test_the_pick_is_the_fastest_within_the_bounds_that_is_faster(tmp_path: Path
 def test_what_drops_nearly_all_is_no_candidate(tmp_path: Path) -> None:
     made = [drop(1.0, 4.0, 0.953125, 0.05), drop(1.5, 1.4, 0.9453125, 0.06)]
     store = load(write_run(tmp_path, [comparison_of(*made)]))
-    assert candidates(store, NO_BOUNDS)["label"].tolist() == ["token_drop gamma 1.5"]
+    assert candidates(store, NO_BOUNDS)["label"].tolist() == ["token_drop capacity_factor=1.5"]
 
 
 def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ LOSSES = drop(1.0, 1.4, 0.2, 0.9), drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.29, 0
 # Candidates, what is special of their comparison, how the answer begins, and what else it says.
 ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "slower": (
-        (drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop gamma 1.5: 0.800 times native (slower)",
+        (drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop capacity_factor=1.5: 0.800 times native (slower)",
         "\nNative takes 2.000 ms (measured).\n",
     ),
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
@@ -164,17 +164,20 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),
     "few batches": (USUAL, {"num_batches": 9}, "Inconclusive: fewer than 10 batches give no interval, and so no", ""),
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
-    "one draw": ((USUAL[1],), ON_MODEL, "Use token_drop gamma 1.5: ", "in place of 2.000 ms (modelled).\n"),
+    "one draw": ((USUAL[1],), ON_MODEL, "Use token_drop capacity_factor=1.5: ", "in place of 2.000 ms (modelled).\n"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
-    "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop gamma 2: ", ""),
+    "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop capacity_factor=2.0: ", ""),
     "more mass than the model's own": (
         (drop(2.0, 1.29, 0.0, 1.03), eplb(1.30)), {}, "Use EPLB, 1 spare per rank: ", "",
     ),
     "memory": ((eplb(1.1),), {"memory": 3e9}, "Use EPLB, ", "nothing is dropped, 2.79 GiB more memory on each rank."),
     "does not fit": (USUAL, {"facts": fit(163)}, "None: the model does not fit: 163 GB on each of 2 ranks", ""),
     "replicas do not fit": (
-        (*USUAL, eplb(1.6)), {"facts": fit(78), "memory": 3e9}, "Use token_drop gamma 1.5", "2.8  does not fit",
+        (*USUAL, eplb(1.6)),
+        {"facts": fit(78), "memory": 3e9},
+        "Use token_drop capacity_factor=1.5",
+        "2.8  does not fit",
     ),
     "mixed machines": (
         (USUAL[0],), {"mode": "emulated", "facts": MIXED}, "",
@@ -198,7 +201,7 @@ def test_the_answer_comes_first_in_three_lines(tmp_path: Path) -> None:
     text = advised(tmp_path, *USUAL, eplb(1.1))
     use, costs, what, *_ = text.splitlines()
     gain = "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms"
-    assert use == f"Use token_drop gamma 1.5: {gain} (measured)."
+    assert use == f"Use token_drop capacity_factor=1.5: {gain} (measured)."
     assert costs == "It costs: 8.0 % of the pairs are dropped, 96.0 % of the mass is kept."
     assert what.endswith("; at most 10 % of the pairs dropped and 5 % of the score mass lost.")
     rows = rows_of(text)
@@ -212,7 +215,7 @@ def test_the_answer_names_the_speedup_over_topk_where_native_differs_from_it(tmp
     listed = [*(case for case in references() if case.policy != "topk"), FakeCase("topk", speedup=1.9)]
     text = advised(tmp_path, cases=[*listed, *USUAL])
     gain = "a layer is 1.300 times as fast as native (0.684 times topk, which runs the same kernels)"
-    assert f"Use token_drop gamma 1.5: {gain}, 1.538 in place of 2.000 ms (measured)." in text
+    assert f"Use token_drop capacity_factor=1.5: {gain}, 1.538 in place of 2.000 ms (measured)." in text
     assert rows_of(text)[0][1:3] == ["1.300 [1.300, 1.300]", "0.684 [0.684, 0.684]"]
 
 
@@ -235,8 +238,8 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
     first, second = (line for line in text.splitlines() if line.startswith("At "))
     assert first.startswith("At peak load 1: Keep native: ")
     gain = "a layer is 1.500 times as fast as native, 1.333 in place of 2.000 ms"
-    assert second == f"At peak load 2: Use token_drop gamma 1.5: {gain} (measured)."
-    assert rows_of(text) == [["token_drop gamma 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower"]]
+    assert second == f"At peak load 2: Use token_drop capacity_factor=1.5: {gain} (measured)."
+    assert rows_of(text) == [["token_drop 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower"]]
     assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
     assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
 
@@ -262,7 +265,7 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
 def test_whole_models_are_ranked_by_the_pass(tmp_path: Path) -> None:
     directory = write_whole(tmp_path, [*references(), *USUAL], native_us=2 * ELSEWHERE_TOTAL_US)
     text = advice_text(load_timed(directory), NO_BOUNDS)
-    gain = float(re.search(r"Use token_drop gamma 1: a pass is (.*) times", text)[1])
+    gain = float(re.search(r"Use token_drop capacity_factor=1.0: a pass is (.*) times", text)[1])
     assert gain == pytest.approx(1 / (1 / 3 + 2 / 3 / 1.5), rel=0.02)
     assert "end to end" in text, "the speedup's header"
 
@@ -282,7 +285,7 @@ def of_draws(peak_load: float = 4.0, **draws: list[FakeCase]) -> list[FakeCompar
             num_iterations=6,
             facts={
                 "point": {"workload.seed": number},
-                "workload": {**workload, "description": f"seed {number}"},
+                "workload": {**workload, "seed": number},
                 "rest": REST,
             },
         )
@@ -295,8 +298,9 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     costs = zip((1.1, 1.5, 1.3), (0.05, 0.11, 0.08), strict=True)
     draws = {f"draw{number}": [drop(1.5, *cost, 0.97)] for number, cost in enumerate(costs)}
     store = load_timed(write_run(tmp_path / "draws", of_draws(**draws)))
-    columns = ["comparison_id", "num_draws", "workload_words"]
-    assert comparisons(store)[columns].to_numpy().tolist() == [["draw0", 3, "synthetic workload: 3 seeds from 0 to 2"]]
+    (about,) = comparisons(store).to_dict("records")
+    assert (about["comparison_id"], about["num_draws"]) == ("draw0", 3)
+    assert about["workload_words"].endswith(", 3 seeds from 0 to 2")
     (row,) = candidates(store, BOUNDS).to_dict("records")
     assert row["speedup_low"] < 1.1 < row["speedup_median"] < 1.5 < row["speedup_high"]
     assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
@@ -342,7 +346,7 @@ def experiments_of(question: Question) -> list[Experiment]:
 
 
 def candidates_of(question: Question) -> list[str]:
-    return [policy.label for policy in experiments_of(question)[0].make_policies()]
+    return [label_of(policy) for policy in experiments_of(question)[0].make_policies()]
 
 
 def test_options_become_a_config_of_modelled_emulation() -> None:
@@ -527,7 +531,7 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     directory = write_run(tmp_path / "run", [comparison_of(*USUAL)])
     before = sorted(directory.rglob("*"))
     assert main(["advise", str(directory), "--max-dropped", "30%"]) == OK
-    assert capsys.readouterr().out.startswith("Use token_drop gamma 1: ")
+    assert capsys.readouterr().out.startswith("Use token_drop capacity_factor=1.0: ")
     for option in (["--force"], ["--tokens", "64"]):
         assert main(["advise", str(directory), *option]) == USER_ERROR
         assert f"{option[0]}: expected none with {directory}" in capsys.readouterr().err
@@ -584,7 +588,7 @@ def test_an_answer_asks_both_overlaps_and_tells_them_apart_where_the_pick_differ
     text = advice_text(load_timed(write_run(tmp_path / "both", made, "emulated")), BOUNDS)
     assert text.count("Use token_drop") == (1 if same else 2)
     assert ("With two micro-batches that overlap the pick is the same: 1.300 times as fast as native" in text) == same
-    assert ("At overlap two_batch: Use token_drop gamma 2: " in text) != same
+    assert ("At overlap two_batch: Use token_drop capacity_factor=2.0: " in text) != same
     assert text.count("\ncandidate") == (1 if same else 2)
     assert "no overlap / two micro-batches that overlap." in text
 

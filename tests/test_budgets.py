@@ -13,6 +13,7 @@ from trace_files import write_trace
 
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import ROUTING
+from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -57,7 +58,7 @@ def test_labels_tell_policies_by_layer_apart() -> None:
     rising, falling = ({str(n): 1 + sign * n / 10 for n in range(9)} for sign in (1, -1))
     factors = [1.0, {"0": 1.0, "1": 2.0}, {"0-1": 3}, rising, falling]
     policies = expand_policies([{"name": "token_drop", "capacity_factor": factors}])
-    labels = [policy.label for policy in policies]
+    labels = [label_of(policy) for policy in policies]
     assert labels[:3] == [f"token_drop capacity_factor={words}" for words in ("1.0", "0:1/1:2", "0-1:3")]
     assert len(set(labels)) == 5
     assert all(" " not in label.partition(" ")[2] for label in labels)

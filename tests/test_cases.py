@@ -39,7 +39,7 @@ from moe_ep_bench.analysis.cases import (
 from moe_ep_bench.analysis.notes import notes
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
-DROP = "token_drop gamma 1"
+DROP = "token_drop capacity_factor=1.0"
 NATIVE = [FakeCase("native", role="baseline")]
 
 
@@ -153,7 +153,12 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
 
 def test_verdicts_hold_speedups_against_the_noise_floor(tmp_path):
     rows = frame_of(tmp_path, noise=0.01, cases=[*standard_cases(), FakeCase("oea", speedup=0.7)])
-    expected = {"native": "baseline", "native again": "noise floor", DROP: "faster", "native, balanced": "faster"}
+    expected = {
+        "native": "baseline",
+        "native again": "noise floor",
+        DROP: "faster",
+        "native, balanced scores": "faster",
+    }
     assert rows["verdict"].to_dict() == {**expected, "topk": "no difference", "oea": "slower"}
 
 
@@ -319,18 +324,18 @@ def test_the_output_error_of_a_batch_is_its_worst_layers(tmp_path):
 def test_experts_of_a_rank_are_counted_where_they_are_at_their_homes(tmp_path):
     rows = frame_of(tmp_path, cases=[*standard_cases(), FakeCase("eplb", role="replication")], **FEW)
     assert rows.loc[["native", DROP], "activated_fullest_rank"].tolist() == [4, 4]
-    assert np.isnan(rows.loc["eplb", "activated_fullest_rank"])
+    assert np.isnan(rows.loc["EPLB", "activated_fullest_rank"])
 
 
 def test_load_is_summed_over_ranks_and_relative_to_the_models_own_mean(tmp_path):
     load_E = np.full(8, 0.5)
     load_E[3] = 1.5
     case = FakeCase("token_drop", params={"capacity_factor": 1.5}, expert_load=load_E)
-    row = frame_of(tmp_path, cases=[*standard_cases(), case], **FEW).loc["token_drop gamma 1.5"]
+    row = frame_of(tmp_path, cases=[*standard_cases(), case], **FEW).loc["token_drop capacity_factor=1.5"]
     assert (row["fullest_expert"], row["fullest_rank"]) == pytest.approx((1.5, 0.75))
     # Over the mean of the pairs that are computed the same load is more.
     assert (row["expert_imbalance"], row["rank_imbalance"]) == pytest.approx((2.4, 1.2))
-    unit = routing(load(tmp_path)).query("label == 'token_drop gamma 1.5'").iloc[0]
+    unit = routing(load(tmp_path)).query("label == 'token_drop capacity_factor=1.5'").iloc[0]
     assert unit["load_E"] * 8 / unit["num_topk_pairs"] == pytest.approx(load_E)
 
 
@@ -356,7 +361,7 @@ END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
 def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
     store = load(write_whole(tmp_path, WHOLE_CASES, facts={"world_size": 4, "num_replicas": 2}))
     rows = cases(store).set_index("label")
-    policy, native = rows.loc["token_drop gamma 2"], rows.loc["native"]
+    policy, native = rows.loc["token_drop capacity_factor=2.0"], rows.loc["native"]
     assert policy["speedup_median"] == pytest.approx(END_TO_END, rel=0.01)
     assert policy["by_amdahl"] == pytest.approx(END_TO_END, rel=0.02)
     assert policy["moe_speedup_median"] == pytest.approx(LAYERS, rel=0.03)
@@ -378,21 +383,23 @@ def test_cases_are_read_in_order_whatever_the_order_of_the_files(tmp_path):
     """Numbers of parameters are numbers: c=6 stands before c=10."""
     more = [FakeCase("expanded_drop", params={"capacity_factor": 2.0})]
     more += [FakeCase("token_drop", params={"capacity_factor": gamma}) for gamma in (10.0, 2.0)]
-    more += [FakeCase("laser", params={"c": c}, label=f"laser c={c}") for c in (10, 6, 0.5, 1e-05)]
+    more += [FakeCase("laser", params={"c": c}) for c in (10, 6, 0.5, 1e-05)]
     assert list(frame_of(tmp_path, cases=[*standard_cases(), *more], **FEW).index) == [
-        *("native", "native again", "topk", DROP, "token_drop gamma 2", "token_drop gamma 10", "expanded_drop gamma 2"),
-        *("laser c=1e-05", "laser c=0.5", "laser c=6", "laser c=10", "native, balanced"),
+        *("native", "native again", "topk", DROP),
+        *(f"token_drop capacity_factor={gamma}" for gamma in (2.0, 10.0)),
+        "expanded_drop capacity_factor=2.0",
+        *("laser c=1e-05", "laser c=0.5", "laser c=6", "laser c=10", "native, balanced scores"),
     ]
 
 
 def test_variants_of_one_policy_are_told_apart_by_what_their_labels_name(tmp_path):
     def drop(factor: float, metric: str) -> FakeCase:
         params = {"capacity_factor": factor, "metric": metric, "modality": "uniform"}
-        named = "" if metric == "score" else f" metric={metric}"
-        return FakeCase("token_drop", params=params, label=f"token_drop capacity_factor={factor}{named}")
+        defaults = ["modality", *(["metric"] if metric == "score" else [])]
+        return FakeCase("token_drop", params=params, defaults=defaults)
 
     more = [drop(1.0, "score"), drop(2.0, "score"), drop(1.0, "order"), drop(2.0, "order")]
-    more += [FakeCase("laser", params={"c": [6, 12]}, label="laser c=[6, 12]")]
+    more += [FakeCase("laser", params={"c": [6, 12]})]
     rows = frame_of(tmp_path, cases=[*standard_cases()[1:], *more], **FEW)
     names = ["topk", "token_drop metric=order", "token_drop", "laser c=[6, 12]"]
     assert list(rows["family_label"].dropna().unique()) == names

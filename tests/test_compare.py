@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.cli import main
 from moe_ep_bench.timing.statistics import estimate_change
 
-DROP = "token_drop gamma 1"
+DROP = "token_drop capacity_factor=1.0"
 
 
 def four_cases(drop=None):
@@ -197,7 +197,7 @@ def test_the_whole_interval_excludes_a_loss(base, tmp_path):
 
 def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     old = run_of(tmp_path / "old", environment={"driver": "570.1"})
-    facts, changed = {"experts": {"requested": "auto", "ran": "grouped (torch)"}}, {"driver": "580.2", "hostname": "b"}
+    facts, changed = {"experts": {"requested": "auto", "ran": "grouped"}}, {"driver": "580.2", "hostname": "b"}
     new = run_of(tmp_path / "new", environment=changed, facts=facts, drop={"speedup": 1.5 / 1.2}, seed=1)
     change, cases = compared(old, new)
     assert verdicts(cases)[DROP] == "slower"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from results_builder import shown_text
+from results_builder import label_in, shown_text
 from test_run import cases_of, environment, routing_of, write_config
 
 from moe_ep_bench.analysis.columns import short_labels
@@ -25,7 +25,7 @@ from moe_ep_bench.bench.point import VIRTUAL, Point
 from moe_ep_bench.bench.result import Result
 from moe_ep_bench.bench.virtual_ranks import VirtualRanks
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
+from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig, label_of
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
@@ -148,7 +148,7 @@ def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Pa
 
 def test_replicas_cost_memory_in_every_layer_of_the_model(modelled: Path) -> None:
     cases = json.loads((modelled / "run.json").read_text())["cases"].values()
-    extra = {case["label"]: case["extra_bytes_per_rank"] for case in cases}
+    extra = {label_in(case): case["extra_bytes_per_rank"] for case in cases}
     model = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
     one_expert = 3 * model.hidden_size * model.ffn_hidden_size * 4
     assert {extra.pop(one) for one in list(extra) if one.startswith("EPLB")} == {one_expert * model.num_moe_layers}
@@ -165,7 +165,7 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     rows, times = routing_of(tmp_path / "out"), cases_of(tmp_path / "out")
     labels = json.loads((tmp_path / "out/run.json").read_text())["cases"]
     times = times[times.kind == "breakdown"].assign(
-        label=lambda rows: rows.case_id.map(lambda one: labels[one]["label"])
+        label=lambda rows: rows.case_id.map(lambda one: label_in(labels[one]))
     )
     phases = times.pivot_table(index=["label", "rank"], columns="phase", values="time_us")
     sums = {label: np.sum(own.load_R.tolist(), axis=0) for label, own in rows.groupby("label")}
@@ -209,9 +209,9 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
         *(RebalanceConfig(name="llep", solve_us=us) for us in (0, 7)),
         WaterfillConfig(name="waterfill"),
     ]
-    assert len({way.label for way in ways}) == len({(way.name, json.dumps(way.params())) for way in ways}) == len(ways)
-    labels = pd.Series([way.label for way in ways])
-    assert short_labels(labels).nunique() == len(ways)
+    assert len({label_of(way) for way in ways}) == len({(way.name, json.dumps(way.params())) for way in ways})
+    rows = [{"policy": way.name, "settings": way.settings(), "role": "replication"} for way in ways]
+    assert short_labels(pd.DataFrame(rows)).nunique() == len(ways)
 
 
 def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
@@ -232,7 +232,7 @@ def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
 def test_solving_counts_where_every_rank_solves_a_batch(modelled: Path) -> None:
     samples, cases = cases_of(modelled), json.loads((modelled / "run.json").read_text())["cases"]
     policy = samples[samples.phase == "policy"].set_index("case_id").time_us
-    policy_us = policy.groupby(policy.index.map(lambda case_id: cases[case_id]["label"])).median()
+    policy_us = policy.groupby(policy.index.map(lambda case_id: label_in(cases[case_id]))).median()
     for us in (7, 100):
         of_lp = policy_us[f"EPLB + LP ({us} us to solve), 1 spare per rank"]
         assert of_lp == pytest.approx(policy_us["native"] + us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import Any
 
 import pytest
 import yaml
-from results_builder import FakeComparison, modelled_facts, standard_cases, write_run
+from results_builder import FakeCase, FakeComparison, modelled_facts, standard_cases, write_run
 
-from moe_ep_bench.analysis.cases import comparisons
+from moe_ep_bench.analysis.cases import cases, comparisons
+from moe_ep_bench.analysis.drawing import case_rows
 from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
-from moe_ep_bench.facts import Assumption
+from moe_ep_bench.facts import Assumption, words
 
-# Words that a config or somebody else wrote, reasons, and labels of cases.
-IN_WORDS = {"source", "departures", "why", "label"}
+# Words that a config or somebody else wrote, and reasons.
+IN_WORDS = {"source", "departures", "why"}
 
 
 def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -68,3 +70,60 @@ def test_a_device_that_is_a_sentence_is_one_line_that_names_the_key(
 def test_an_assumption_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="kind"):
         Assumption(kind="guessed")
+
+
+# ---- labels of cases -------------------------------------------------------------------------------------------------
+
+ANALYSIS = Path(words.__file__).parents[1] / "analysis"
+# What takes a text apart.
+READERS = {"split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "startswith", "endswith"}
+READERS |= {"extract", "match", "fullmatch", "search", "findall", "sub", "replace", "contains"}
+LABELS = {"label", "family_label", "line", "legend", "variant"}
+
+
+def readers_of_labels(source: str) -> list[str]:
+    """Expressions that take a label, or a column of labels, apart."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READERS:
+            of = ast.walk(node.func.value)
+            named = {one.value if isinstance(one, ast.Constant) else getattr(one, "attr", None) for one in of}
+            found += [ast.unparse(node)] if named & LABELS else []
+    return found
+
+
+def test_nothing_takes_a_label_apart() -> None:
+    assert readers_of_labels('rows["label"].str.replace("x", "")') != []
+    assert {path.name: readers_of_labels(path.read_text()) for path in ANALYSIS.glob("*.py")} == {
+        path.name: [] for path in ANALYSIS.glob("*.py")
+    }
+
+
+def test_families_sweeps_and_order_are_of_settings_whatever_labels_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops = [
+        FakeCase("token_drop", params={"capacity_factor": factor, "metric": metric}, defaults=["metric"] * (not by))
+        for factor in (10.0, 2.0)
+        for by, metric in enumerate(("score", "order"))
+    ]
+    ways = [FakeCase("eplb", "replication", {"spare_per_rank": spare}) for spare in (4, 1)]
+    few = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}
+    write_run(tmp_path, [FakeComparison(cases=[*standard_cases()[1:], *drops, *ways], **few)])
+
+    def look() -> tuple[list[str], list[str], list[int]]:
+        store = load(tmp_path)
+        rows = case_rows(store)
+        return list(cases(store)["case_id"]), list(rows["step"].astype(str)), rows["line"].factorize()[0].tolist()
+
+    expected = look()
+    compose = words.label_parts
+    numbered: dict[str, str] = {}
+
+    def other(policy: str, settings: object, role: str, **how: object) -> list[str]:
+        composed = " ".join(compose(policy, settings, role, **how))
+        return [numbered.setdefault(composed, f"{len(numbered)} = {99 - len(numbered)}, 7 spare per rank")]
+
+    monkeypatch.setattr(words, "label_parts", other)
+    assert look() == expected
+    assert (expected[1].count("1 spare"), expected[1].count("2.0")) == (1, 2)

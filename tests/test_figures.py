@@ -39,6 +39,7 @@ from moe_ep_bench.policies import POLICIES
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 PEAK, LINKS = "workload.peak_load", "emulate.links"
 LONG = "a name that goes on, with $\\frac$ and aLongWordThatHasNoPlaceToBreakAnywhereAtAllAndYetMustFitOnItsSheet"
+VALUE = "a value that goes on for longer than any"
 
 
 def store_of(root: Path, *comparisons: FakeComparison, mode: str = "run") -> Store:
@@ -66,17 +67,16 @@ def ticks(axis) -> list[str]:
 
 
 def drop(factor: float, speedup: float, **changes) -> FakeCase:
-    label = f"token_drop capacity_factor={factor}"
-    usual = {"params": {"capacity_factor": factor}, "label": label, "dropped": 0.3 / factor, "mass": 0.9}
+    usual = {"params": {"capacity_factor": factor}, "dropped": 0.3 / factor, "mass": 0.9}
     return FakeCase("token_drop", speedup=speedup, **{**usual, **changes})
 
 
 def native() -> list[FakeCase]:
-    return [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
+    return [FakeCase("native", role="baseline"), FakeCase("native", role="noise")]
 
 
 def eplb(spare: int, speedup: float = 1.2) -> FakeCase:
-    return FakeCase("eplb", "replication", {"spare_per_rank": spare}, f"EPLB, {spare} spare per rank", speedup=speedup)
+    return FakeCase("eplb", "replication", {"spare_per_rank": spare}, speedup=speedup)
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +114,15 @@ def lightness(colour) -> float:
 
 
 def test_a_policy_has_its_look_in_every_run_and_variants_are_lighter() -> None:
-    alone = looks_of(["oea k0=2"])["oea k0=2"]
-    beside = looks_of(["topk", "lynx num_dropped=2", "oea k0=2", "oea k0=3"])
+    alone = looks_of({"oea k0=2": "oea"})["oea k0=2"]
+    lines = {"topk": "topk", "lynx num_dropped=2": "lynx", "oea k0=2": "oea", "oea k0=3": "oea"}
+    beside = looks_of(lines)
     assert (alone["color"], alone["marker"]) == (beside["oea k0=2"]["color"], beside["oea k0=2"]["marker"])
     assert beside["oea k0=3"]["marker"] != alone["marker"]
     # A variant that comes first, or stands in a figure where others do not, takes no other's look.
-    of_run = ["oea k0=3", "oea", "lynx num_dropped=2"]
-    look = looks_of(of_run)["oea"]
+    look = looks_of({"oea k0=3": "oea", "oea": "oea", "lynx num_dropped=2": "lynx"})["oea"]
     assert (look["color"], look["marker"]) == POLICY_LOOKS["oea"] == (alone["color"].upper(), alone["marker"])
-    assert looks_of(["oea k0=3"], ["oea"])["oea"]["marker"] == alone["marker"]
+    assert looks_of({"oea k0=3": "oea"}, {"oea": "oea"})["oea"]["marker"] == alone["marker"]
     assert lightness(beside["oea k0=3"]["color"]) > lightness(alone["color"])
     assert set(POLICIES) <= set(POLICY_LOOKS)
     colours = [colour for name, (colour, _) in POLICY_LOOKS.items() if name != "native"]
@@ -131,23 +131,23 @@ def test_a_policy_has_its_look_in_every_run_and_variants_are_lighter() -> None:
 
 
 def test_policies_of_a_users_own_have_looks_that_no_other_has() -> None:
-    names = ["topk", *(f"mine_{number}" for number in range(12)), "mine_0 k=2", "mine_0 k=3", "ours, mixed"]
-    looks = looks_of(names)
+    own = {"mine_0 k=2": "mine_0", "mine_0 k=3": "mine_0"}
+    names = ["topk", *(f"mine_{number}" for number in range(12)), "ours, mixed"]
+    looks = looks_of(dict(zip(names, names, strict=True)) | own)
     pairs = {(look["color"], look["marker"]) for look in looks.values()}
-    assert len(pairs) == len(names)
+    assert len(pairs) == len(names) + len(own)
     taken = {colour for colour, _ in POLICY_LOOKS.values()}
     assert taken.isdisjoint(look["color"] for name, look in looks.items() if name != "topk")
-    own = [looks[name]["color"] for name in ("mine_0", "mine_0 k=2", "mine_0 k=3")]
-    assert sorted(own, key=lightness) == own, "variants are lighter"
-    assert looks_of(["mine_0 k=2", "mine_0 k=3"])["mine_0 k=2"]["color"] == own[0]
+    colours = [looks[name]["color"] for name in ("mine_0", *own)]
+    assert sorted(colours, key=lightness) == colours, "variants are lighter"
+    assert looks_of(own)["mine_0 k=2"]["color"] == colours[0]
 
 
-def test_all_variants_of_a_users_policy_are_drawn_whatever_their_labels(tmp_path: Path) -> None:
-    """A policy may call all its variants alike."""
-    own = [FakeCase("mine", params={"k": k, "capacity_factor": 1.0}, label="mine", dropped=k / 10) for k in (1, 2, 3)]
+def test_all_variants_of_a_users_policy_are_drawn(tmp_path: Path) -> None:
+    own = [FakeCase("mine", params={"k": k, "capacity_factor": 1.0}, dropped=k / 10) for k in (1, 2, 3)]
     few = {"num_batches": 2, "num_iterations": 1}
     store = store_of(tmp_path, FakeComparison(cases=[*native(), *own, drop(1.0, 1.5)], **few))
-    labels = [f"mine capacity_factor=1.0 k={k}" for k in (1, 2, 3)]
+    labels = [f"mine k={k} capacity_factor=1.0" for k in (1, 2, 3)]
     assert set(cases(store)["label"]) >= set(labels)
     for name in ("speedup", "load", "phases", "pareto"):
         drawing = drawn(name, store)
@@ -195,8 +195,8 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Two families along peak loads over two links, named at length."""
     comparisons = []
     for number, (links, peak) in enumerate(itertools.product((1, 2), (1.0, 2.0))):
-        cases = [*native(), drop(1.0, 1.2), drop(2.0, 0.9), FakeCase("oea", params={"k0": 1}, label=f"oea {LONG}")]
-        cases += [drop(g, 1 + g / 9, params={"capacity_factor": g, "metric": LONG}, label=LONG) for g in (1.0, 2.0)]
+        cases = [*native(), drop(1.0, 1.2), drop(2.0, 0.9), FakeCase("oea", params={"k0": VALUE})]
+        cases += [drop(g, 1 + g / 9, params={"capacity_factor": g, "metric": VALUE}) for g in (1.0, 2.0)]
         facts = {"point": {LINKS: f"{LONG} {links}", PEAK: peak}, "title": f"{LONG} {number}"}
         facts |= modelled_facts(None) | {"links": {**modelled_facts()["links"], "name": LONG}}
         facts |= {"workload": {"kind": "recorded", "description": LONG, "tail_model": LONG}, "oversubscribed": True}
@@ -231,7 +231,7 @@ def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> N
 
 def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_case_has_one_name(tmp_path) -> None:
     by_device = {"capacity_factor": 1.0, "granularity": "device"}
-    device = drop(1.0, 2.0, params=by_device, label="token_drop capacity_factor=1.0 granularity=device")
+    device = drop(1.0, 2.0, params=by_device)
     cases = [*native(), FakeCase("topk"), drop(1.0, 1.3), drop(2.0, 1.1), device]
     run = store_of(tmp_path, FakeComparison(cases=cases, num_iterations=1, noise=0.0))
     figure, named = drawn("dropped", run).figure, f"token_drop granularity=device, {GAMMA} 1"
@@ -282,8 +282,8 @@ def test_the_first_load_is_the_tables_fullest_expert_and_rank(tmp_path: Path, fa
 
 @pytest.mark.parametrize("name", ["load", "dropped"])
 def test_no_policy_vanishes_while_another_has_two_lines(tmp_path: Path, name: str) -> None:
-    many = [FakeCase("laser", params={"c": c}, label=f"laser c={c}", dropped=c / 100) for c in range(6, 18)]
-    few = [FakeCase(name, params={"k": 2}, label=f"{name} k=2", dropped=0.2) for name in ("lynx", "oea", "xshare")]
+    many = [FakeCase("laser", params={"c": c}, dropped=c / 100) for c in range(6, 18)]
+    few = [FakeCase(name, params={"k": 2}, dropped=0.2) for name in ("lynx", "oea", "xshare")]
     run = store_of(tmp_path, FakeComparison(cases=[*native(), *many, *few], num_batches=2, num_iterations=1))
     drawing = drawn(name, run)
     said = f"{words(drawing.figure)} {legend(drawing.figure)} {ticks(drawing.figure.axes[0].yaxis)}"
@@ -301,7 +301,7 @@ def test_points_within_the_noise_are_hollow_and_what_drops_everything_sets_no_sc
     gone = FakeCase("lynx", params={"num_dropped": 8}, speedup=4, dropped=1.0, mass=0.0)
     kept = FakeCase("oea", params={"k0": 3}, speedup=1.2, dropped=0.5, mass=0.8)
     drawing = drawn("pareto", store_of(tmp_path, FakeComparison(cases=[*native(), FakeCase("topk"), gone, kept])))
-    assert set(drawing.rows["label"]) == {"topk", "oea"}
+    assert set(drawing.rows["label"]) == {"topk", "oea k0=3"}
     hollow = [line for line in drawing.figure.axes[0].lines if line.get_markerfacecolor() == "none"]
     assert [line.get_xdata()[0] for line in hollow if len(line.get_xdata())] == [pytest.approx(100)]
 
@@ -311,8 +311,10 @@ def test_points_within_the_noise_are_hollow_and_what_drops_everything_sets_no_sc
 
 def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Store) -> None:
     drawing = drawn("ranks", store)
-    assert set(drawing.rows["label"]) == {"native", "token_drop gamma 1"}
-    times = samples(store, case_rows(store).query("label == 'token_drop gamma 1'")).query("kind == 'breakdown'")
+    assert set(drawing.rows["label"]) == {"native", "token_drop capacity_factor=1.0"}
+    times = samples(store, case_rows(store).query("label == 'token_drop capacity_factor=1.0'")).query(
+        "kind == 'breakdown'"
+    )
     for phase, group in {"experts": "experts", "wait_combine": "waiting"}.items():
         expected_ms = times[times["phase"] == phase].groupby("rank")["time_us"].median() / 1e3
         found = drawing.rows.query(f"role == 'policy' and phases == {group!r}").set_index("rank")["time_ms"]

@@ -37,6 +37,7 @@ from moe_ep_bench import kernels
 from moe_ep_bench.bench.description import kernels_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import ROUTING
+from moe_ep_bench.config import label_of
 from moe_ep_bench.facts import Component
 from moe_ep_bench.facts.words import component_words
 from moe_ep_bench.kernels import capacity_triton, form_of, has_triton, oracle_for, triton_forms
@@ -165,7 +166,7 @@ def drawn(number: int, device: str) -> tuple[Tensor, Arguments]:
 
 
 @every_form
-@pytest.mark.parametrize("number", range(len(SPECS)), ids=lambda number: make_policy(SPECS[number]).label)
+@pytest.mark.parametrize("number", range(len(SPECS)), ids=lambda number: label_of(make_policy(SPECS[number])))
 def test_every_policy_routes_like_torch(number: int, form: Form) -> None:
     """Each spec once, with whatever model, padding and scores its number draws."""
     scores_TE, options = drawn(number, form.device)
@@ -449,7 +450,7 @@ BIG_KINDS = {
 
 
 def labels(specs: list[Spec]) -> Any:
-    return pytest.mark.parametrize("spec", specs, ids=lambda spec: make_policy(spec).label.replace(" ", ","))
+    return pytest.mark.parametrize("spec", specs, ids=lambda spec: label_of(make_policy(spec)).replace(" ", ","))
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import ROUTING
 from moe_ep_bench.cli import main
+from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import OK
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map
@@ -154,7 +155,7 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
                 / frontier.by_experts[-1]
             )
             load_R = torch.cat(maps).sum(dim=0).view(4, 16).sum(dim=1)
-            expected.setdefault(policy.label, []).append(frontier.kept(int(load_R.max())) - kept)
+            expected.setdefault(label_of(policy), []).append(frontier.kept(int(load_R.max())) - kept)
     for label, found in expected.items():
         assert routed.loc[label, "below_frontier"] == pytest.approx(sum(found) / 2, abs=1e-6)
         assert emulated.loc[label, "below_frontier"] == pytest.approx(sum(found) / 2, abs=1e-6)

@@ -34,6 +34,8 @@ from moe_ep_bench.analysis.equivalence import write_validation
 from moe_ep_bench.analysis.paper_claims import load_claims, write_claims
 from moe_ep_bench.bench.commands import route
 from moe_ep_bench.cli import main
+from moe_ep_bench.facts import CaseFacts
+from moe_ep_bench.facts.words import case_label
 from moe_ep_bench.results import ValidationDirectory
 
 TESTS = Path(__file__).parent
@@ -127,8 +129,9 @@ def _parts(directory: Path, folder: str) -> pd.DataFrame:
     parts = []
     for case_id, case in cases.items():
         rows = found[found["case_id"] == case_id]
-        rows.insert(0, "label", case["label"])
-        rows.insert(1, "params", json.dumps(case["policy_params"], sort_keys=True))
+        facts = CaseFacts.model_validate(case)
+        rows.insert(0, "label", case_label(facts))
+        rows.insert(1, "params", json.dumps(facts.policy_params, sort_keys=True))
         parts.append(rows.drop(columns=[*IDENTITY, "policy", "policy_params"], errors="ignore"))
     return pd.concat(parts, ignore_index=True)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pandas as pd
 import pytest
+from results_builder import label_in
 from test_run import TESTS, cases_of, environment, write_config
 
 from moe_ep_bench.bench.plan import plan
@@ -97,7 +98,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
 
     def ids(label: str) -> list[str]:
         return [
-            next(key for key, one in cases.items() if label in (one["label"], one["policy"]))
+            next(key for key, one in cases.items() if label in (label_in(one), one["policy"]))
             for cases in run.cases.values()
         ]
 

@@ -14,10 +14,12 @@ import hf_models
 import pandas as pd
 import pytest
 import yaml
+from results_builder import label_in
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.facts import CaseFacts
 from moe_ep_bench.policies import policy_class, source_hash
 from moe_ep_bench.policies.laws import LAWS
 
@@ -65,8 +67,8 @@ def test_route_and_modelled_emulation_take_it_and_an_edit_makes_another_case(fol
     modelled = ["--set", "emulate.device=h100-sxm", "--set", "emulate.links=h100-nvlink4"]
     assert cli.main(["emulate", str(folder / "tiny.yaml"), "--out", str(folder / "emulated"), *modelled]) == OK
     (case,) = cases_of(folder / "emulated").values()
-    assert case["label"] == "leave_busiest num_left=2"
-    assert case["policy_params"] == {"num_left": 2}
+    assert label_in(case) == "leave_busiest num_left=2"
+    assert CaseFacts(**case).policy_params == {"num_left": 2}
     assert case["by_torch"]
     before = cases_of(folder / "routed")
     write_policy(folder, EXAMPLE + "# another rule\n")

@@ -55,7 +55,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One policy faster and one slower than native, one lost; a host that throttles and has a hostile name."""
     more = [
-        FakeCase("oea", params={"k0": 2}, label=f"oea {HOSTILE}", speedup=0.8),
+        FakeCase("oea", params={"k0": HOSTILE}, speedup=0.8),
         FakeCase("laser", status="oom", reason=FAILED),
     ]
     throttled = {**QUIET_MACHINE, "throttle_shares": {"hw_thermal": 0.2}}
@@ -87,7 +87,7 @@ def page_of(directory: Path, out: Path) -> str:
 def test_the_page_begins_with_what_was_found_and_says_what_was_not(directory: Path, tmp_path: Path) -> None:
     text = " ".join(Parsed(page_of(directory, tmp_path / "page.html")).text.split())
     head = text[: text.index("Tables")]
-    assert "token_drop gamma 1 gains most, 1.5" in head
+    assert "token_drop capacity_factor=1.0 gains most, 1.5" in head
     assert "it drops 25.0 % and keeps 80.0 % of the score mass" in head
     assert "Measured: NVIDIA Fake 80GB x 2 ranks" in head
     assert "1 not (1 oom); weights are random." in head
@@ -102,7 +102,7 @@ def test_the_rank_that_others_wait_for_shows(directory: Path) -> None:
     assert native["experts_ms"][1] == pytest.approx(FAST_RANK * native["experts_ms"][0])
     assert native["waiting_ms"][0] == 0 < native["waiting_ms"][1]
     assert native["hostname"].tolist() == [HOSTILE] * 2
-    assert set(ranks.index.get_level_values("label")) == {"native", "token_drop gamma 1"}
+    assert set(ranks.index.get_level_values("label")) == {"native", "token_drop capacity_factor=1.0"}
 
 
 def test_of_several_comparisons_the_fastest_policies_are_found(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_of_several_comparisons_the_fastest_policies_are_found(tmp_path: Path) -
     ]
     rows = fastest(cases(load(write_run(tmp_path, comparisons))))
     found = list(rows[["title", "label"]].itertuples(index=False, name=None))
-    assert found == [("peak 0", "token_drop gamma 1")], "topk is no policy; without native nothing is fast"
+    assert found == [("peak 0", "token_drop capacity_factor=1.0")], "topk is no policy; without native nothing is fast"
 
 
 def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, tmp_path: Path) -> None:

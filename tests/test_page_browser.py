@@ -28,8 +28,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     cases = [
         *standard_cases(),
-        FakeCase("oea", label=f"oea {HOSTILE}", speedup=2.5),
-        FakeCase("lynx", label=LONG, speedup=12.0, dropped=0.3),
+        FakeCase("oea", params={"k0": HOSTILE}, speedup=2.5),
+        FakeCase(LONG, speedup=12.0, dropped=0.3),
         FakeCase("laser", status="oom", reason="rank 3: " + "tried to allocate 12.3 GiB " * 5),
     ]
     one = FakeComparison(cases=cases, num_ranks=8, num_iterations=2, conditions={"rank": {"hostname": HOSTILE}})

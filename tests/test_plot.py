@@ -43,7 +43,7 @@ def run_at(root: Path, **changes) -> Path:
         FakeCase("token_drop", params={"capacity_factor": g}, speedup=1.5 / g**0.5, dropped=0.2 / g, mass=0.9)
         for g in (1.0, 1.5)
     ]
-    oea = [FakeCase("oea", params={"k0": k}, label=f"oea k0={k}", speedup=1.2, mass=0.8 + k / 50) for k in (2, 4)]
+    oea = [FakeCase("oea", params={"k0": k}, speedup=1.2, mass=0.8 + k / 50) for k in (2, 4)]
     usual = {
         "cases": [*(case for case in standard_cases() if case.policy != "token_drop"), *drops, *oea],
         "num_batches": 3,
@@ -206,7 +206,7 @@ def test_speedups_along_a_swept_number_have_whiskers_and_what_has_no_value_goes_
         drops = [
             FakeCase("token_drop", params={"capacity_factor": g}, speedup=1 + 0.2 * (peak - g)) for g in (1.0, 2.0)
         ]
-        eplb = FakeCase("eplb", "replication", {"spare_per_rank": 1}, "EPLB, 1 spare per rank", speedup=1.25)
+        eplb = FakeCase("eplb", "replication", {"spare_per_rank": 1}, speedup=1.25)
         cases = [FakeCase("native", role="baseline"), *drops, eplb]
         facts = {"point": {"workload.peak_load": peak}, "title": f"Tiny {number}"}
         comparisons.append(FakeComparison(f"c{number}", facts, cases, num_batches=2, num_iterations=1, noise=0.0))

@@ -18,12 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from results_builder import label_in
 from torch import Tensor
 from torch.nn import functional
 
 from moe_ep_bench.analysis.answer_costs import Answers, answers_of, claims, half_over_batches, text_costs
 from moe_ep_bench.analysis.store import ResultsError, load
 from moe_ep_bench.cli import main
+from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
@@ -76,7 +78,7 @@ def parts(directory: Path, folder: str = "quality") -> dict[str, pd.DataFrame]:
     described = json.loads((directory / "run.json").read_text())
     rows = pd.concat(pq.read_table(part).to_pandas() for part in (directory / folder).iterdir())
     return {
-        case["label"]: rows[rows["case_id"] == case_id].reset_index(drop=True)
+        label_in(case): rows[rows["case_id"] == case_id].reset_index(drop=True)
         for case_id, case in described["cases"].items()
     }
 
@@ -172,7 +174,7 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
 
 def test_rows_are_what_the_model_answers(done: Path, folder: Path, model: Any, words: Tensor) -> None:
     """Three batches of four sequences, each routed by itself on two ranks."""
-    rows, drop = costs(done), make_policy(DROP).label
+    rows, drop = costs(done), label_of(make_policy(DROP))
     with torch.inference_mode():
         native = model(words, use_cache=False).logits
         with routed(model, make_policy(DROP), num_ranks=2):
@@ -190,7 +192,7 @@ def test_rows_are_what_the_model_answers(done: Path, folder: Path, model: Any, w
     assert str(folder) not in json.dumps(described["config"]) + json.dumps(described["comparisons"])
     assert all(list(table) == QUALITY_SCHEMA.names for table in parts(done).values())
     for label, table in parts(done, "routing").items():
-        phases = {"native": {"prefill", "decode"}, make_policy(OEA).label: {"decode"}}
+        phases = {"native": {"prefill", "decode"}, label_of(make_policy(OEA)): {"decode"}}
         assert set(table["phase"]) == phases.get(label, {"prefill"})
         assert len(table) == 3 * 2 * table["phase"].nunique(), "batches, layers"
 
@@ -216,7 +218,7 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
     assert pd.concat(map(pd.read_parquet, (tmp_path / "quality").iterdir()))["case_id"].nunique() == 2
     judged[:] = ["-"] * 9
     run_quality(folder / "config.yaml", tmp_path, [])
-    assert set(judged[9:]) == {make_policy(spec).label for spec in CONFIG["policies"][1:]}
+    assert set(judged[9:]) == {label_of(make_policy(spec)) for spec in CONFIG["policies"][1:]}
     for label, table in parts(tmp_path).items():
         pd.testing.assert_frame_equal(table.drop(columns="run_id"), parts(done)[label].drop(columns="run_id"))
 
@@ -233,7 +235,7 @@ def test_the_last_config_says_which_policies_there_are_and_none_is_done_twice(
     assert pd.read_parquet(part).groupby("policy")["run_id"].unique().map(len).eq(1).all()
     assert pd.read_parquet(part)["run_id"].nunique() == 2
     # What a random policy draws does not depend on the cases beside it.
-    label = make_policy(RANDOM).label
+    label = label_of(make_policy(RANDOM))
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
 
 
@@ -244,7 +246,9 @@ def test_a_random_policy_draws_anew_for_every_batch(folder: Path, tmp_path: Path
     run_quality(config, tmp_path, [text])
     rows = costs(tmp_path)
     assert rows["native"]["cross_entropy"].round(5).nunique() == 1
-    first, second = (list(part["kl"]) for _, part in rows[make_policy(RANDOM).label].groupby(lambda item: item // 4))
+    first, second = (
+        list(part["kl"]) for _, part in rows[label_of(make_policy(RANDOM))].groupby(lambda item: item // 4)
+    )
     assert first != pytest.approx(second)
 
 
@@ -272,11 +276,11 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     assert costs_of.index.tolist()[:3] == [("native", "decode"), ("native", "prefill"), ("topk", "prefill")]
     assert costs_of.loc["native"]["cross_entropy_added"].isna().all()
     top, drop, oea, nothing = (
-        costs_of.xs(make_policy(spec).label).iloc[0]
+        costs_of.xs(label_of(make_policy(spec))).iloc[0]
         for spec in ({"name": "topk"}, DROP, OEA, {"name": "expanded_drop", "capacity_factor": 0})
     )
     assert top["cross_entropy_added"] == 0.0
-    native, other = (costs(done)[label]["cross_entropy"] for label in ("native", make_policy(DROP).label))
+    native, other = (costs(done)[label]["cross_entropy"] for label in ("native", label_of(make_policy(DROP))))
     paired = other - native
     assert drop["cross_entropy_added"] == pytest.approx(paired.mean())
     assert (drop["num_sequences"], drop["num_batches"]) == (12, 3)
@@ -287,7 +291,7 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     assert nothing["experts_per_token"] == 0
     assert oea["activated_experts"] < costs_of.loc["native", "decode"]["activated_experts"]
     rows = parts(done, "routing")
-    of_drop = rows[make_policy(DROP).label]
+    of_drop = rows[label_of(make_policy(DROP))]
     assert drop["rank_imbalance"] == pytest.approx(of_drop["rank_peak_load"].mean())
     over_native = of_drop["rank_peak_load"] * of_drop["num_pairs"] / of_drop["num_topk_pairs"]
     assert drop["fullest_rank"] == pytest.approx(over_native.mean())

@@ -20,6 +20,7 @@ from test_quality import parts
 from moe_ep_bench.analysis.answer_costs import tasks
 from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
+from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
@@ -246,7 +247,7 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path)]) == OK
     assert stand_in.asked == [("sums", 2, None)] * 2
     rows = parts(tmp_path)
-    for label in ("native", make_policy(DROP).label):
+    for label in ("native", label_of(make_policy(DROP))):
         assert list(rows[label]) == QUALITY_SCHEMA.names
         assert (rows[label]["task"] == "sums").all()
         whole = rows[label][rows[label]["item"].isna()].set_index("metric")
@@ -259,9 +260,9 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
         assert of_questions(rows[label]).mean() == whole["value"]["acc"]
     dropped = {label: table.set_index("metric")["value"]["dropped_share"] for label, table in rows.items()}
     assert dropped["native"] == 0
-    assert dropped[make_policy(DROP).label] > 0.3
+    assert dropped[label_of(make_policy(DROP))] > 0.3
     # Policies are set against the unpatched model question by question.
-    paired = of_questions(rows[make_policy(DROP).label]) - of_questions(rows["native"])
+    paired = of_questions(rows[label_of(make_policy(DROP))]) - of_questions(rows["native"])
     native, drop = tasks(load(tmp_path)).query("metric == 'acc'").itertuples()
     assert math.isnan(native.added)
     assert math.isnan(native.added_stderr)
@@ -342,7 +343,7 @@ def test_a_missing_package_is_one_line(
     said = refused(folder, tmp_path / "out", [], capsys)
     assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in said
     assert main(["quality", str(folder / "config.yaml"), "--dry-run"]) == OK
-    assert make_policy(DROP).label in capsys.readouterr().out
+    assert label_of(make_policy(DROP)) in capsys.readouterr().out
 
 
 # --- With the package itself ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from results_builder import label_in
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.plan import plan
@@ -64,7 +65,7 @@ def routing_of(out: Path, point: int | None = None) -> pd.DataFrame:
     run = json.loads((out / "run.json").read_text())
     if point is not None:
         rows = rows[rows.comparison_id.map(lambda one: run["comparisons"][one]["order"]) == point]
-    labels = {case_id: case["label"] for case_id, case in run["cases"].items()}
+    labels = {case_id: label_in(case) for case_id, case in run["cases"].items()}
     own = ["run_id", "case_id", "comparison_id", "mode", "backend", "reference_error", "output_error"]
     rows = rows.assign(label=rows.case_id.map(labels)).drop(columns=own)
     return rows.sort_values(["label", "rank", "batch"]).reset_index(drop=True)
@@ -88,7 +89,7 @@ def statuses(out: Path) -> dict[str, tuple[str, str | None]]:
     """{policy label: (status, reason)}"""
     cases = json.loads((out / "run.json").read_text())["cases"]
     rows = cases_of(out).drop_duplicates("case_id")
-    return {cases[row.case_id]["label"]: (row.status, row.reason) for row in rows.itertuples()}
+    return {label_in(cases[row.case_id]): (row.status, row.reason) for row in rows.itertuples()}
 
 
 @pytest.fixture(scope="module")

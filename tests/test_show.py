@@ -22,7 +22,7 @@ from results_builder import (
 )
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.columns import JSON_VERSION, cut_labels, escape_latex, escape_markdown, render
+from moe_ep_bench.analysis.columns import JSON_VERSION, escape_latex, escape_markdown, render, short_labels
 from moe_ep_bench.analysis.notes import _beyond, native_differs, notes, warnings
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.show import end_of_run
@@ -33,7 +33,7 @@ from moe_ep_bench.cli import main
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
-DROP = "token_drop gamma 1"
+DROP = "token_drop capacity_factor=1.0"
 # What LaTeX, Markdown and CSV each take for their own.
 NASTY = r'50% of_a|b & "c", $x^2 {~} #1 <i>\\'
 
@@ -50,7 +50,10 @@ def lines_of(root: Path, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    more = [FakeCase("oea", label=NASTY, speedup=1.1, mass=0.9), FakeCase("lynx", status="oom", reason="too large")]
+    more = [
+        FakeCase("oea", params={"k0": NASTY}, speedup=1.1, mass=0.9),
+        FakeCase("lynx", status="oom", reason="too large"),
+    ]
     return run_of(tmp_path_factory.mktemp("show") / "run", cases=[*standard_cases(), *more], num_batches=5)
 
 
@@ -70,7 +73,7 @@ def test_a_table_shows_speedups_beside_their_cost(tmp_path):
         assert words in title
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     speedup = ["1.500", "[1.500,", "1.500]"]  # over native, and over topk
-    assert rows[DROP][3:13] == ["1.333", *speedup, *speedup, "faster", "25.0", "80.0"]
+    assert rows[DROP][2:12] == ["1.333", *speedup, *speedup, "faster", "25.0", "80.0"]
     assert rows["native"][1:3] == ["2.000", "1"]
     assert "5 cases: 5 ok, 0 not" in text
     assert "warning" not in text
@@ -107,27 +110,47 @@ def test_a_view_that_answers_lack_is_named(capsys):
 def test_columns_for_which_a_terminal_has_no_room_are_named(directory):
     store = load(directory)
     table = table_of(store, VIEWS["layer"], cases(store))
-    lines = render([table], "text", width=130).splitlines()
+    lines = render([table], "text", width=140).splitlines()
     body = [line for line in lines if line.startswith(("policy", "native", "topk"))]
-    assert max(map(len, body)) <= 130
+    assert max(map(len, body)) <= 140
     assert "mass kept %" in body[0]
     assert "no room for:" in " ".join(lines)
     assert "slowest phase" in " ".join(lines).partition("no room for:")[2]
-    assert max(map(len, lines)) <= 132, "notes are wrapped"
+    assert max(map(len, lines)) <= 142, "notes are wrapped"
 
 
 def test_labels_that_are_cut_keep_what_tells_them_apart():
-    lasers = [f"laser eps_high={high} t_fix=0.2 c={c} trim=random" for high, c in ((0.4, 8), (0.9, 16))]
-    labels = pd.Series(["native again", "xshare k0=1 budget=16 per rank", *lasers])
+    lasers = [FakeCase("laser", params=laser(high, c)) for high, c in ((0.4, 8), (0.9, 16))]
+    budget = FakeCase("xshare", params={"k0": 1, "rank_budget": 16, "scope": "rank"})
     shorter = [
         "native again",
         "xshare k0=1 budget=16 ...",
         "laser eps_high=0.4 ... c=8 ...",
         "laser eps_high=0.9 ... c=16 ...",
     ]
-    assert cut_labels(labels, 28).tolist() == shorter
-    swapped = pd.Series(["oea first second", "oea second first"])
-    assert cut_labels(swapped, 8).tolist() == swapped.tolist(), "the same words in another order"
+    assert short(FakeCase("native", role="noise"), budget, *lasers, width=28) == shorter
+    swapped = [FakeCase("oea", params=dict.fromkeys(keys, 1)) for keys in (("a", "b"), ("b", "a"))]
+    assert short(*swapped, width=8) == ["oea a=1 b=1", "oea b=1 a=1"], "the same words in another order"
+
+
+def laser(eps_high: float, c: int) -> dict[str, object]:
+    return {"eps_high": eps_high, "t_fix": 0.2, "c": c, "trim": "random"}
+
+
+def short(*cases: FakeCase, width: int | None = None) -> list[str]:
+    rows = [{"policy": case.policy, "settings": case.settings, "role": case.role} for case in cases]
+    return short_labels(pd.DataFrame(rows), width).tolist()
+
+
+def test_labels_in_short_name_no_keys_but_where_two_would_be_one():
+    device = {"capacity_factor": 1.0, "granularity": "device", "metric": "order"}
+    assert short(FakeCase("token_drop", params=device)) == ["token_drop 1.0 per device order"]
+    both = [FakeCase("token_drop", params={key: "x"}) for key in ("metric", "modality")]
+    assert short(*both) == ["token_drop metric=x", "token_drop modality=x"]
+    way = {"spare_per_rank": 1, "balancer": "lp"}
+    ways = [FakeCase("eplb", "replication", {**way, "solve_us": us}) for us in (0.0, 100.0)]
+    assert short(*ways) == ["EPLB + LP (0 us), 1 spare", "EPLB + LP (100 us), 1 spare"]
+    assert short(ways[0]) == ["EPLB + LP, 1 spare"]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +166,10 @@ def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, pe
 
 
 def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
-    few, all_of_it = (FakeCase("token_drop", label=f"drop {part}", speedup=2.9, dropped=part) for part in (0.25, 1.0))
+    few, all_of_it = (FakeCase("token_drop", params={"part": part}, speedup=2.9, dropped=part) for part in (0.25, 1.0))
     lines = lines_of(tmp_path, cases=[*standard_cases(), few, all_of_it])
     assert [line for line in lines if "next to nothing" in line] == [
-        "warning: more than 95 % of the pairs are dropped, so that next to nothing is computed: drop 1.0"
+        "warning: more than 95 % of the pairs are dropped, so that next to nothing is computed: token_drop part=1.0"
     ]
 
 
@@ -155,7 +178,7 @@ def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
 def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled, lost):
     facts = modelled_facts() if modelled else {}
     # Below what the model can tell has the longest verdict.
-    long = [FakeCase("oea", params={"k0": k}, label=f"oea {'x' * 40} end={k}", speedup=1.01) for k in range(2)]
+    long = [FakeCase("oea", params={"x": "x" * 40, "end": k}, speedup=1.01) for k in range(2)]
     long[0].rerouted = 0.25 * (len(lost) - 1)
     text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), *long], num_batches=10, facts=facts))
     assert "end=0 " in text  # names that are cut are told apart
@@ -226,14 +249,14 @@ def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(t
     assert share == 1
 
 
-@pytest.mark.parametrize(("slower", "told"), [(1900.0, ["token_drop gamma 1"]), (1985.0, [])])
+@pytest.mark.parametrize(("slower", "told"), [(1900.0, ["token_drop capacity_factor=1.0"]), (1985.0, [])])
 def test_clocks_of_cases_stand_side_by_side_and_another_than_natives_is_warned_of(tmp_path, slower, told):
     """Of the slowest rank's GPU, whose clock is the higher one in native."""
     listed = [replace(case, sm_clock_mhz={0: 1990.0, 1: 1980.0}) for case in standard_cases()]
     listed[0] = replace(listed[0], sm_clock_mhz={0: slower, 1: 1985.0})
     lines = lines_of(tmp_path, cases=listed)
     (clocks,) = [line for line in lines if "median SM clock before" in line]
-    assert f"token_drop gamma 1 {min(slower, 1985):,.0f}" in clocks
+    assert f"token_drop capacity_factor=1.0 {min(slower, 1985):,.0f}" in clocks
     assert "native 1,980" in clocks
     warned = [line for line in lines if "native's SM clock" in line]
     assert [line.split(" ran at ")[0].rpartition("warning: ")[2].strip() for line in warned] == told
@@ -340,17 +363,17 @@ def test_a_modelled_policy_without_a_kernel_is_said_to_be_charged_as_one(tmp_pat
 
 def test_latex_and_markdown_keep_their_columns_whatever_a_label_holds(directory, capsys):
     latex, markdown = (shown(capsys, directory, "--format", to) for to in ("latex", "md"))
-    (row,) = (line for line in latex.splitlines() if line.startswith(escape_latex(NASTY)))
+    (row,) = (line for line in latex.splitlines() if line.startswith(escape_latex(f"oea k0={NASTY}")))
     (alignment,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
     assert len(re.findall(r"(?<!\\)&", row)) + 1 == len(alignment)
     assert "% speedup: slowest rank's layer time" in latex
-    (row,) = (line for line in markdown.splitlines() if line.startswith(f"| {escape_markdown(NASTY)}"))
+    (row,) = (line for line in markdown.splitlines() if line.startswith(f"| {escape_markdown(f'oea k0={NASTY}')}"))
     rule = next(line for line in markdown.splitlines() if line.startswith("| ---"))
     assert len(re.findall(r"(?<!\\)\|", row)) == rule.count("|")
 
 
 def test_programs_get_every_column_unrounded_and_json_is_the_csvs_rows(directory, capsys):
-    frame = cases(load(directory)).drop(columns="facts")
+    frame = cases(load(directory)).drop(columns=["facts", "settings"])
     rows = pd.read_csv(io.StringIO(shown(capsys, directory, "--format", "csv")))
     assert list(rows.columns) == list(frame.columns)
     numbers = rows.select_dtypes("number").columns

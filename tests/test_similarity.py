@@ -12,12 +12,14 @@ import pytest
 import torch
 import yaml
 from policy_cases import selected, similarity_file
+from results_builder import label_in
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_ep_bench import cli
 from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.facts import CaseFacts
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.checkpoint import find_moe_layers
 from moe_ep_bench.quality.recording import inner_products, similarities
@@ -200,8 +202,13 @@ def test_route_and_emulate_take_it_and_another_file_makes_another_case(folder: P
         facts = json.loads((tmp_path / command / "run.json").read_text())
         assert str(here) not in json.dumps([facts["config"], facts["cases"]])
         (case,) = sere_cases(tmp_path / command).values()
-        assert case["label"] == "sere k0=1 similarity=alike layer=1"
-        assert case["policy_params"] == {"k0": 1, "similarity": "alike.safetensors", "threshold": 0.0, "layer": 1}
+        assert label_in(case) == "sere k0=1 similarity=alike layer=1"
+        assert CaseFacts(**case).policy_params == {
+            "k0": 1,
+            "similarity": "alike.safetensors",
+            "threshold": 0.0,
+            "layer": 1,
+        }
         assert case["policy_code"] == hashlib.sha256((here / "alike.safetensors").read_bytes()).hexdigest()
     before = set(sere_cases(tmp_path / "route"))
     written(here / "alike.safetensors", torch.eye(8).expand(2, 8, 8).contiguous())

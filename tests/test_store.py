@@ -20,10 +20,10 @@ from results_builder import FakeComparison, shown_text, standard_cases, write_ru
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.store import TIMES, ResultsError, pivoted
-from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 
 OF_CASE = pc.field("case_id") == "c0-0"
+DROP = "token_drop capacity_factor=1.0"
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 SAMPLES, ROUTING = "cases/c0-0.parquet", "routing/c0.parquet"
 
@@ -69,8 +69,8 @@ def flip_a_bit(path: Path) -> None:
 BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing", "none"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema'), "run.json: expected JSON", "none"),
-    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected 4 or 5, got None", "none"),
-    "newer": (in_json(lambda c: c.update(schema_version=6)), "expected 4 or 5, got 6; another version", "none"),
+    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected 6, got None", "none"),
+    "newer": (in_json(lambda c: c.update(schema_version=7)), "expected 6, got 7; another version", "none"),
     "no cases": (in_json(lambda c: c.pop("cases")), "run.json: cases: Field required", "none"),
     "no such mode": (in_json(lambda c: c.update(mode="guess")), "run.json: mode: expected 'run', 'emulated'", "none"),
     "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "c0.dtype: Field required", "none"),
@@ -85,9 +85,17 @@ BREAKAGES = {
         "c0.workload.targets",
         "none",
     ),
-    "missing part": (lambda d: (d / SAMPLES).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more", "c1"),
-    "missing case": (without(SAMPLES), "no rows of token_drop gamma 1; the run did not finish", "others"),
-    "missing routing": (without(ROUTING), "c0.parquet: no rows of token_drop gamma 1, which was measured", "c1"),
+    "missing part": (
+        lambda d: (d / SAMPLES).unlink(),
+        f"c0-0.parquet: no rows of {DROP} and 2 more",
+        "c1",
+    ),
+    "missing case": (without(SAMPLES), f"no rows of {DROP}; the run did not finish", "others"),
+    "missing routing": (
+        without(ROUTING),
+        f"c0.parquet: no rows of {DROP}, which was measured",
+        "c1",
+    ),
     "damaged part": (lambda d: (d / SAMPLES).write_bytes(b"PAR1 and"), "c0-0.parquet: damaged, not Parquet", "c1"),
     "half a part": (lambda d: os.truncate(d / ROUTING, 2000), "c0.parquet: damaged, not Parquet", "c1"),
     "a flipped bit": (lambda d: flip_a_bit(d / SAMPLES), "CRC checksum verification failed", "c1"),
@@ -184,63 +192,24 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) ->
 def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
     lost = [dataclasses.replace(case, status="oom", reason="too big") for case in standard_cases()]
     write_run(tmp_path, [FakeComparison(cases=lost, **FEW)])
-    with pytest.raises(ResultsError, match="no case was measured; token_drop gamma 1: oom: too big"):
+    with pytest.raises(ResultsError, match=f"no case was measured; {DROP}: oom: too big"):
         load(tmp_path)
 
 
-# ---- results of version 4 --------------------------------------------------------------------------------------------
-
-# Which policies' sums tell dropped from rerouted pairs, though both are missing: those whose tokens never hold more
-# experts than the top-k.
-TOLD = {
-    "token_drop": {"capacity_factor": 1.0},
-    "laser": {"eps_high": 0.9, "t_fix": 0.1, "c": 6},
-    "oea": {"k0": 1},
-    "xshare": {"k0": 1, "budget": 2},
-    "load_only": {},
-}
-UNTOLD = {"expanded_drop": {"capacity_factor": 1.0}, "oea": {"k0": 1, "k_max": 3}}
-
-
-def as_version_4(directory: Path) -> None:
-    """Write a directory's routing as version 4 wrote it: all missing pairs are called dropped."""
-    in_json(lambda content: content.update(schema_version=4))(directory)
-    for path in (directory / "routing").glob("*.parquet"):
-        rows = pq.read_table(path).to_pandas()
-        missing = rows["num_dropped_pairs"] + rows["num_rerouted_pairs"]
-        rows = rows.assign(num_dropped_pairs=missing, dropped_fraction=missing / rows["num_topk_pairs"])
-        rows = rows.drop(columns=["num_rerouted_pairs", "dropped_share", "rerouted_share"])
-        pq.write_table(pa.Table.from_pandas(rows, preserve_index=False), path)
-
-
-def test_of_earlier_results_dropped_pairs_are_what_can_be_known_of_them(tmp_path: Path) -> None:
-    config, directory = tmp_path / "config.yaml", tmp_path / "run"
-    policies = [{"name": name, **params} for of in (TOLD, UNTOLD) for name, params in of.items()]
-    model = {"num_experts": 16, "top_k": 2, "hidden_size": 8, "ffn_hidden_size": 8}
-    workload = {"kind": "synthetic", "num_tokens": 64, "num_batches": 2, "peak_load": 3}
-    told = {"name": "small", "model": model, "workload": workload, "layer": {"ep_size": 4}, "policies": policies}
-    config.write_text(json.dumps(told))
-    assert main(["route", str(config), "--out", str(directory)]) == 0
-    now = cases(load(directory)).set_index("label")
-    as_version_4(directory)
-    then = cases(load(directory)).set_index("label")
-    lost = ["dropped_share", "rerouted_share"]
-    assert (now["missing_share"] == then["missing_share"]).all()
-    assert now[lost].sum(axis=1).to_numpy() == pytest.approx(now["missing_share"].to_numpy())
-    unknown = then.index[then["dropped_share"].isna() & then["missing_share"].notna()]
-    assert set(unknown) == {"expanded_drop capacity_factor=1.0", "oea k0=1 k_max=3"}
-    assert then.loc[unknown, "rerouted_share"].isna().all()
-    known = then.index.difference(unknown)
-    pd.testing.assert_frame_equal(then.loc[known, lost], now.loc[known, lost])
-    assert (now.loc[[*unknown, "load_only", "oea k0=1"], "rerouted_share"] > 0.01).all()
-    assert (now.loc[["expanded_drop capacity_factor=1.0", "token_drop capacity_factor=1.0"], "dropped_share"] > 0).all()
-    assert all(header in shown_text(directory) for header in ("dropped %", "rerouted %", "missing %"))
-
-
-def test_earlier_results_call_the_balanced_case_a_ceiling(sound: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(sound, tmp_path / "run")
-    in_json(lambda content: content["cases"]["c0-0"].update(role="ceiling"))(directory)
-    assert cases(load(directory)).set_index("case_id").loc["c0-0", "role"] == "balanced"
+def test_where_dropped_and_rerouted_pairs_are_not_told_apart_the_missing_ones_are_known(tmp_path: Path) -> None:
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), **FEW)])
+    path = RunDirectory(tmp_path).path("routing", "c0")
+    rows = pq.read_table(path).to_pandas()
+    now = cases(load(tmp_path)).set_index("label")
+    missing = rows["num_dropped_pairs"] + rows["num_rerouted_pairs"]
+    untold = ["num_dropped_pairs", "num_rerouted_pairs", "dropped_share", "rerouted_share"]
+    is_drop = rows["case_id"] == "c0-0"
+    rows = rows.assign(num_missing_pairs=missing.where(is_drop), **rows[untold].mask(is_drop))
+    pq.write_table(pa.Table.from_pandas(rows, preserve_index=False), path)
+    then = cases(load(tmp_path)).set_index("label")
+    assert then["missing_share"].to_numpy() == pytest.approx(now["missing_share"].to_numpy(), nan_ok=True)
+    assert then.index[then["dropped_share"].isna() & then["missing_share"].notna()].tolist() == [DROP]
+    assert "missing %" in shown_text(tmp_path)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -33,7 +33,7 @@ from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.timing.statistics import Estimate, equivalence
 
-DROP = "token_drop gamma 1"
+DROP = "token_drop capacity_factor=1.0"
 
 
 # The rule.
@@ -68,9 +68,9 @@ def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[Fa
     params = {"capacity_factor": 1.0}
     return [
         FakeCase("native", role="baseline"),
-        FakeCase("native", role="noise", label="native again"),
+        FakeCase("native", role="noise"),
         FakeCase("token_drop", params=params, **{"speedup": drop, "dropped": 0.25, "mass": 0.8, **of_drop}),
-        FakeCase("native_balanced", role="balanced", label="native, balanced", speedup=balance),
+        FakeCase("native_balanced", role="balanced", speedup=balance),
     ]
 
 

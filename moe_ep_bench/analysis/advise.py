@@ -266,7 +266,7 @@ def _pass(row: pd.Series) -> Pass | None:
 def _table(rows: pd.DataFrame, title: str) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
     rows = rows.assign(
-        label=short_labels(rows["label"]),
+        label=short_labels(rows),
         is_barred=rows["standing"].isin(_BARRED),
         extra_gib_per_rank=rows["extra_gib_per_rank"].astype(float),
         standing=rows["standing"].replace(BELOW_MODEL, "below model"),

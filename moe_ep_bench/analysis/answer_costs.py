@@ -14,7 +14,6 @@ each one's verdict stands that over checkpoints, by Student's t over their mean 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -25,17 +24,17 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.cases import of_each
-from moe_ep_bench.analysis.columns import LOST, Row, short_labels
+from moe_ep_bench.analysis.cases import of_each, params_json, values_of
+from moe_ep_bench.analysis.columns import LOST, Row, labels, short_labels
 from moe_ep_bench.analysis.store import MISSING, Directory, Store
-from moe_ep_bench.facts import CaseFacts, JudgedFacts
+from moe_ep_bench.facts import JudgedFacts
 from moe_ep_bench.papers import orderings
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _FACTS = ["title", "model", "text", "task", "limit", "batch_size", "num_ranks"]
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
-_CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
+_CASE = ["comparison_id", "label", "role", "policy", "policy_params", "settings", "phase"]
 _GROUP = ["title", "group", "comparison", "checkpoints"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
 _ROUTED = [*LOST, "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
@@ -64,9 +63,8 @@ class Answers(NamedTuple):
 def answers_of(directory: Directory) -> Answers:
     """A directory's cases and rows, of comparisons whose unpatched model is done."""
     listed = directory.cases[directory.cases["status"] == "ok"]
-    facts = [case.model_dump() for case in listed["facts"]]
-    cases = pd.DataFrame(facts, columns=list(CaseFacts.model_fields))
-    cases = cases.assign(case_id=listed["case_id"].array, place=listed["comparison"].array)
+    cases = pd.DataFrame([values_of("", case, [*_CASE, "order"]) for case in listed["facts"]])
+    cases = cases.assign(label=labels(cases), case_id=listed["case_id"].array, place=listed["comparison"].array)
     cases = cases[cases["place"].isin(cases.loc[cases["role"] == "baseline", "place"])]
     cases = cases.sort_values(["place", "order"], kind="stable").set_index("case_id")
     begun = [directory.comparisons[place] for place in cases["place"].unique()]
@@ -180,7 +178,7 @@ def text_costs(answers: Answers) -> pd.DataFrame:
     judged = answers.cases[~is_native].groupby("comparison_id")["phase"].agg(set)
     is_shown = [row.phase in judged.get(row.comparison_id, {row.phase}) for row in rows.itertuples()]
     rows = rows[is_shown].join(costs, on="case_id")
-    return rows.assign(policy_params=rows["policy_params"].map(json.dumps)).reset_index(drop=True)
+    return rows.assign(policy_params=rows["policy_params"].map(params_json)).reset_index(drop=True)
 
 
 def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
@@ -218,22 +216,14 @@ def task_scores(answers: Answers) -> pd.DataFrame:
     rows = whole.loc[whole["filter"].notna() & whole["is_asked"].eq(True), ["case_id", *_SCORE, "value_native"]]
     rows = cases.join(rows.set_index("case_id"), how="inner").rename_axis("case_id").reset_index()
     rows = rows.assign(
-        policy_params=rows["policy_params"].map(json.dumps),
+        policy_params=rows["policy_params"].map(params_json),
         added=(rows["value"] - rows["value_native"]).mask(rows["role"] == "baseline"),
         added_stderr=[_paired_stderr(row, questions) for row in rows.itertuples()],
     )
     rows = rows[["case_id", *_CASE, *_SCORE, "added", "added_stderr"]]
-    rows = rows.join(_with_missing(routing), on="case_id").reset_index(drop=True)
+    routing = routing.assign(missing_share=routing["dropped_share"] + routing["rerouted_share"])
+    rows = rows.join(routing, on="case_id").reset_index(drop=True)
     return rows.astype({"num_fewshot": "Int64", "num_samples": "Int64"})
-
-
-def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
-    """A task's routing with ``missing_share``; what version 4 called dropped pairs were all missing ones."""
-    if "dropped_fraction" in routing:
-        lacking = routing["dropped_fraction"]
-        lost = {name: lacking.where(lacking == 0) for name in ("dropped_share", "rerouted_share")}
-        return routing.drop(columns="dropped_fraction").assign(**lost, missing_share=lacking)
-    return routing.assign(missing_share=routing["dropped_share"] + routing["rerouted_share"])
 
 
 def _paired_stderr(row: Any, questions: pd.DataFrame) -> float:
@@ -287,7 +277,7 @@ def _verdict(rows: pd.DataFrame) -> pd.Series:
 
 def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
     """All pairs of a comparison's cases that a claim is about; ``a`` and ``b`` are their ids."""
-    cases = cases[_CASE].reset_index().assign(short=short_labels(cases["label"]).array)
+    cases = cases[_CASE].reset_index().assign(short=short_labels(cases).array)
     rows = [row | {"fields": _fields(row)} for row in cases.to_dict("records")]
     for source, claim in orderings():
         named = claim.better.keys() | claim.worse.keys()

@@ -16,7 +16,6 @@ whichever columns a directory has: NaN among numbers, None among all else.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -45,10 +44,12 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load, melted
-from moe_ep_bench.facts import NOT_EXECUTED, RoutedFacts, origin_of
+from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, RoutedFacts, origin_of
 from moe_ep_bench.facts.words import (
+    case_label,
     describe_links,
     device_name,
+    family_words,
     how_words,
     links_name,
     modelled_links,
@@ -72,6 +73,7 @@ from moe_ep_bench.timing.statistics import (
 
 COMPARISON = ["directory", "comparison_id"]
 CASE = [*COMPARISON, "case_id"]
+FACTOR = "capacity_factor"  # what families of policies are swept over
 ESTIMATE = ("median", "low", "high", "is_interval")
 # Of what nothing was timed they are null.
 _TIMED = (
@@ -180,12 +182,6 @@ def _listed(store: Directory) -> pd.DataFrame:
     """
     rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
     rows = rows.astype({"capacity_factor": float})
-    # Labels of a user's own policies may not tell its variants apart.
-    alike = rows[rows["role"] == "policy"].groupby(["comparison_id", "label"])["policy_params"]
-    for case in alike.filter(lambda params: params.nunique() > 1).index:
-        policy, params = store.cases["facts"][case].policy, store.cases["facts"][case].policy_params
-        fields = " ".join(f"{key}={value}" for key, value in params.items() if value is not None)
-        rows.loc[case, ["label", "family_label"]] = [f"{policy} {fields}", _family(policy, params)]
     place = store.cases["comparison"]
     for name, is_kind in {
         "native": rows["role"] == "baseline",
@@ -200,46 +196,45 @@ def _listed(store: Directory) -> pd.DataFrame:
 
 def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
     facts, fit = case.facts, getattr(comparison.facts, "fit", None)
-    factor, is_policy = facts.policy_params.get("capacity_factor"), facts.role == "policy"
+    factor, is_policy = facts.policy_params.get(FACTOR), facts.role == "policy"
     return {
         **values_of("", comparison, COMPARISON),
         **values_of("", case, ("case_id", "status", "reason")),
-        **values_of("", facts, ("policy", "label", "role", "looks_past_top_k", "by_torch", "data_model")),
+        "policy": facts.policy,
+        "label": case_label(facts),
+        **values_of("", facts, ("role", "looks_past_top_k", "by_torch", "data_model", "settings")),
         "comparison": comparison,
-        "policy_params": json.dumps(facts.policy_params, sort_keys=True),
+        "policy_params": params_json(facts.policy_params),
         "capacity_factor": None if factor is None else float(factor),
         "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
-        "family": _family(facts.policy, facts.policy_params) if is_policy else None,
-        "family_label": _family_label(facts.policy, facts.label) if is_policy else None,
+        "family": family_words(facts.policy, facts.policy_params) if is_policy else None,
+        "family_label": case_label(facts, without=[FACTOR]) if is_policy else None,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
         "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()),
         "ep_size": comparison.facts.num_ranks,
     }
 
 
-def _reading_order(facts: Any) -> tuple:
+def params_json(params: Mapping[str, Any]) -> str:
+    """Parameters as the column ``policy_params`` has them."""
+    return json.dumps(params, sort_keys=True)
+
+
+def _reading_order(facts: CaseFacts) -> tuple:
+    """By role and policy, then by values as numbers: ``c=6`` stands before ``c=10``."""
+    params = facts.policy_params
     first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
-    factor = facts.policy_params.get("capacity_factor") or 0.0
-    family = _family(facts.policy, facts.policy_params)
-    return _ROLE_ORDER.index(facts.role), first, _in_numbers(family), factor, _in_numbers(facts.label)
+    values = [(key, _ordered(value)) for key, value in sorted(params.items()) if key != FACTOR and value is not None]
+    return _ROLE_ORDER.index(facts.role), first, facts.policy, values, params.get(FACTOR) or 0.0
 
 
-def _in_numbers(words: str) -> list[str | float]:
-    """A key that orders the numbers in words as numbers: ``c=6`` stands before ``c=10``."""
-    pieces = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", words)
-    return [float(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
-
-
-def _family(policy: str, params: dict[str, Any]) -> str:
-    """The policy and what is set of it, but for the capacity factor."""
-    fields = sorted((key, value) for key, value in params.items() if key != "capacity_factor" and value is not None)
-    return " ".join([policy, *(f"{key}={value}" for key, value in fields)])
-
-
-def _family_label(policy: str, label: str) -> str:
-    """The same for people: what the case's label names, those that are not at their defaults."""
-    fields = re.split(r" (?=\w+=)", label)[1:]
-    return " ".join([policy, *(field for field in fields if not field.startswith("capacity_factor="))])
+def _ordered(value: Any) -> tuple[int, Any]:
+    """A key that orders JSON values of any types: numbers, lists, then words."""
+    if isinstance(value, int | float):
+        return 0, value
+    if isinstance(value, list):
+        return 1, [_ordered(one) for one in value]
+    return 2, value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def values_of(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:

@@ -9,17 +9,17 @@ number is alike wherever it is read; the page's template takes a ``Table`` as it
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
 
+from moe_ep_bench.facts.words import SHORTER, label_parts, label_words
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
@@ -142,45 +142,56 @@ def interval(
     return Column(f"{name}_{middle}", header, better="higher", cell=cell, **more)
 
 
-# Names of fields in the labels of cases, for tables that have to fit.
-_SHORTER = {
-    r"capacity_factor=": "",
-    r"(granularity|scope)=": "per ",
-    r"(metric|modality)=": "",
-    r"(request|rank)_budget": "budget",
-    r" similarity=\S+": "",
-    r" spare per rank": " spare",
-    r" us to solve\)": " us)",
-    r" \([^ ]+ us\)": "",
-}
+# ---- labels ----------------------------------------------------------------------------------------------------------
 
 
-def short_labels(labels: pd.Series) -> pd.Series:
+def labels(rows: pd.DataFrame, form: Callable[..., Any] = label_words, **how: Collection[str]) -> pd.Series:
+    """The label of each case, or its words (``words.label_parts``), of ``policy``, ``settings`` and ``role``."""
+    return pd.Series([form(*case, **how) for case in _named(rows)], rows.index, dtype=object)
+
+
+def _named(rows: pd.DataFrame) -> Iterator[tuple[str, Any, str]]:
+    """What names a case: policy, settings and role."""
+    return zip(rows["policy"], rows["settings"], rows["role"], strict=True)
+
+
+def short_labels(rows: pd.DataFrame, width: int | None = None) -> pd.Series:
     """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``, for all cases of a table.
 
-    Words that distinguish two of them stay.
+    What distinguishes two of them stays.
+
+    Args:
+        width: characters; labels that are longer lose words that all of the same policy share. None = none does.
     """
-    short = labels
-    for pattern, by in _SHORTER.items():
-        shorter = short.str.replace(pattern, by, regex=True)
-        short = shorter.where(labels.groupby(shorter).transform("nunique") == 1, short)
-    return short
+    full, parts = labels(rows), labels(rows, label_parts)
+    short: pd.Series = pd.Series([frozenset()] * len(rows), rows.index, dtype=object)
+    for step in SHORTER:
+        more = short.map(step.union)
+        shorter = pd.Series(
+            [label_parts(*case, short=keys) for case, keys in zip(_named(rows), more, strict=True)], rows.index
+        )
+        is_clear = _is_clear(full, shorter.map(" ".join))
+        parts, short = shorter.where(is_clear, parts), more.where(is_clear, short)
+    if width is not None:
+        shared = {first: set.intersection(*map(set, of)) for first, of in parts.groupby(parts.str[0])}
+        cut = parts.map(lambda words: _cut(words, shared[words[0]], width))
+        parts = cut.where(_is_clear(full, cut.map(" ".join)), parts)
+    return parts.map(" ".join)
 
 
-def cut_labels(labels: pd.Series, width: int) -> pd.Series:
-    """Labels without words that all labels of a policy share, where they are longer than so many characters."""
-    words = labels.str.split()
-    shared = {first: set.intersection(*map(set, of)) - {first} for first, of in words.groupby(words.str[0])}
-    cut = {}
-    for label, kept in zip(labels, words, strict=True):
-        kept, short = list(kept), label
-        for place in range(len(kept) - 1, 0, -1):
-            if len(short) > width and kept[place] in shared[kept[0]]:
-                kept[place] = "..."
-                short = re.sub(r"( \.\.\.)+", " ...", " ".join(kept))
-        cut[label] = short
-    short = labels.map(cut)
-    return short.where(labels.groupby(short).transform("nunique") == 1, labels)
+def _is_clear(full: pd.Series, short: pd.Series) -> pd.Series:
+    """Whether a short label stands for one label alone."""
+    return full.groupby(short).transform("nunique") == 1
+
+
+def _cut(words: Sequence[str], shared: Collection[str], width: int) -> list[str]:
+    """The words of a label without shared ones, from its end on, until it is no longer than so many characters."""
+    kept, cut = list(words), list(words)
+    for place in range(len(words) - 1, 0, -1):
+        if len(" ".join(cut)) > width and words[place] in shared:
+            kept[place] = "..."
+            cut = [word for word, before in zip(kept, ["", *kept], strict=False) if word != "..." or before != "..."]
+    return cut
 
 
 # Missing are both, dropped and rerouted, which results of earlier versions do not always tell apart.

@@ -216,8 +216,8 @@ def _conditions(store: Store) -> dict[str, dict[str, str]]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict) and "ran" in value:  # what ran of what was asked for, and on what
-        return value["ran"].partition(" (")[0]
+    if isinstance(value, dict) and "ran" in value:  # what ran of what was asked for
+        return value["ran"]
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

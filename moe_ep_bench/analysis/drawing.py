@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases
-from moe_ep_bench.analysis.columns import COLUMNS, COSTS
+from moe_ep_bench.analysis.cases import COMPARISON, FACTOR, cases
+from moe_ep_bench.analysis.columns import COLUMNS, COSTS, labels
 from moe_ep_bench.analysis.marks import Panel, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.store import Store
@@ -42,14 +42,13 @@ def case_rows(store: Store) -> pd.DataFrame:
 
     More columns: ``facet`` and ``title``, of the panel; ``line``, what a line joins: a policy but for its capacity
     factor, a way of replication but for its spare slots; ``name``, of one case; ``step``, a capacity factor, or spare
-    slots in words; ``at``, the step, else the line; ``facts``. The balanced case, whose scores are not the model's,
-    has no costs.
+    slots in words; ``at``, the step, else the line; ``kind``, the label without settings, whose look it has; ``facts``.
+    The balanced case, whose scores are not the model's, has no costs.
     """
     rows = cases(store)
     is_replica, is_balanced = rows["role"] == "replication", rows["role"] == "balanced"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
-    way = rows["label"].str.replace(r", \d+ spare per rank", "", regex=True)
-    line = rows["family_label"].astype(object).where(~is_replica, way).where(~is_balanced)
+    line = labels(rows, without=[FACTOR, "spare_per_rank"]).where(is_replica | (rows["role"] == "policy"), None)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
@@ -61,6 +60,7 @@ def case_rows(store: Store) -> pd.DataFrame:
         facet=rows["directory"] + "/" + rows["comparison_id"],
         title=rows["title"].mask(in_several, rows["title"] + ", from " + rows["directory"]),
         line=line,
+        kind=labels(rows.assign(settings=[()] * len(rows))),
         name=(line.astype("str") + factor).where((rows["role"] == "policy") & line.notna(), rows["label"]),
         step=step,
         at=step.where(step.notna(), line),
@@ -137,8 +137,7 @@ def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None
         notes.append(f"of {len(names)} panels {figure.limit} are drawn; the CSV has all")
     drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
     # A policy has its look in every figure of a store: also where others are not drawn.
-    of_store = every["line"].dropna() if "line" in every else own
-    looks = ordered_looks(own) if figure.ordered else looks_of(of_store, own)
+    looks = ordered_looks(own) if figure.ordered else looks_of(_kinds(every), _kinds(rows))
     if more := _in_turn(drawn)[_MOST_LINES:]:
         notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn; the CSV has all")
         drawn = drawn[~drawn["line"].isin(more)]
@@ -161,6 +160,14 @@ def _asked(rows: pd.DataFrame, where: str) -> pd.DataFrame:
         is_asked = holds(wide, where, [*public_columns(wide), *FIELDS])
     of = next(name for name in ("facet", "comparison_id") if name in rows)
     return rows[is_asked | ((rows["role"] == "baseline") & rows[of].isin(rows.loc[is_asked, of]))]
+
+
+def _kinds(rows: pd.DataFrame) -> dict[str, str]:
+    """Lines with the kind whose look they have: a policy without its settings, else the line itself."""
+    if "line" not in rows:
+        return {}
+    rows = rows[rows["line"].notna()].drop_duplicates("line")
+    return dict(zip(rows["line"], rows["kind" if "kind" in rows else "line"], strict=True))
 
 
 def _in_turn(rows: pd.DataFrame) -> list[str]:
@@ -218,11 +225,11 @@ def _warnings(rows: pd.DataFrame, of: str) -> list[str]:
 
 # Columns that are of the figures alone, or too long for an axis: nobody can ask for one.
 HIDDEN = {
-    *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
+    *("facts", "settings", "policy_params", "point", "reason", "step", "at", "facet", "how"),
     *("ran_on", "ran_on_short", "links_words", "links_short", "workload_words", "curve_load", "curve_kept"),
 }
 # Columns that drawing adds: no parameter of a policy and no swept key takes their places.
-ADDED = {"line", "name", "legend", "heading", "variant", "note", "bar", "quantity"}
+ADDED = {"line", "kind", "name", "legend", "heading", "variant", "note", "bar", "quantity"}
 
 
 def value_words(value: Any) -> str:

@@ -22,8 +22,7 @@ from moe_ep_bench.facts import Conditions, JudgedFacts, RoutedFacts, RunFacts, T
 SEED = "workload.seed"
 LAYER = "workload.layer"
 # Facts in which draws of one traffic may differ, as in the swept keys above.
-_APART = {"point": True, "workload": True, "title": True, "sizes": True, "rank_tokens": True, "order": True}
-_APART |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
+_APART = {"point", "workload", "title", "sizes", "rank_tokens", "order"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +120,7 @@ def _joined_launches(members: Sequence[Read]) -> Read:
 
 def _keys(cases: pd.DataFrame) -> pd.Series:
     """A key of each case, alike in all draws."""
-    about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
+    about = [[facts.role, facts.policy, facts.policy_params] for facts in cases["facts"]]
     return pd.Series([json.dumps(words, sort_keys=True) for words in about], cases.index, dtype=object)
 
 

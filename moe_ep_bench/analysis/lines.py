@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, batch_phases, routing
+from moe_ep_bench.analysis.columns import labels
 from moe_ep_bench.analysis.drawing import ADDED, HIDDEN, Figure, public_columns, value_words, with_fields
 from moe_ep_bench.analysis.marks import axis_of, series
 from moe_ep_bench.analysis.reduce import GROUPS
@@ -110,16 +111,16 @@ def _in_lines(rows: pd.DataFrame, x: str, by: str | None) -> pd.DataFrame:
 
     Where a value would join several policies each has a line of its own; without a value a row goes by its policy.
     """
-    label = rows["label"].str.replace(rf" {re.escape(x)}=\S+", "", regex=True)
-    label = label.where(rows["role"] != "baseline", "native")
+    label = labels(rows, without=[x]).where(rows["role"] != "baseline", "native")
     rows = rows.assign(of_lines=(by or "policy").replace("_", " "), variant=label)
     if by is None:
         return rows.assign(line=label, legend=label)
     value = rows[by].map(value_words).where(rows[by].notna(), label)
-    is_named = pd.Series(by in _OF_POLICIES, rows.index) | label.str.contains(f" {by}=", regex=False)
-    named = label.where(is_named | (value == label), value + ", " + label)
+    is_named = rows["settings"].map(lambda settings: any(one.key == by and not one.is_default for one in settings))
+    named = label.where((by in _OF_POLICIES) | is_named | (value == label), value + ", " + label)
     line = value.mask(_has_variants(rows.assign(line=value), x), named)
-    return rows.assign(line=line, legend=line)
+    kind = rows["kind"] if by in _OF_POLICIES else value.where(rows[by].notna(), rows["kind"])
+    return rows.assign(line=line, legend=line, kind=kind)
 
 
 def _means(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import BeforeValidator
 
 from moe_ep_bench.analysis.cases import cases, differs_from_topk, load, routing, timings
 from moe_ep_bench.analysis.columns import (
@@ -58,23 +57,16 @@ _CSV = [
 Times = dict[tuple[str, str], pd.Series]
 
 
-def _of_today(metric: Any) -> Any:
-    """The metric's name since version 5; dropped pairs of version 4 were all missing ones."""
-    return "missing_share" if metric == "dropped_fraction" else metric
-
-
 class _Row(JsonRecord):  # ``papers.run``
     number: int
     source: str
     of: str
-    metric: Annotated[Literal[*CLAIMED], BeforeValidator(_of_today)]
+    metric: Literal[*CLAIMED]
     paper: tuple[float | None, float | None] | None
     note: str
     comparison_id: str
     case_id: str
     versus_id: str | None
-    policy: str
-    versus: str | None
     setting: dict[str, Any]
     traffic: str
     primary: bool
@@ -138,14 +130,17 @@ def _row(claim: _Row, case: Row, against: Row | None, topk: Row | None, times: T
     ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.of == ALL else "layers"
     is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
     value = _value(claim, case, against, times) if is_measured else None
-    is_over_native = value is not None and claim.versus is None and metric.of == ALL and metric.value != "number"
+    is_over_native = value is not None and claim.versus_id is None and metric.of == ALL and metric.value != "number"
     over_topk = _value(claim, case, topk, times) if is_over_native and case["differs_from_topk"] else None
     of = _OF[claim.of] + (f" (ours: {_OURS_OF[ours_of]})" if claim.of != ours_of else "")
+    versus = against["label"] if claim.versus_id and against else None
     setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
     return {
         **claim.model_dump(exclude={"paper", "versus_id", "case_id", "setting"}),
         "claim": claim.source + of + (f" ({setting})" if setting else ""),
-        "case": f"{claim.policy} against {claim.versus}" if claim.versus else claim.policy,
+        "policy": case["label"],
+        "versus": versus,
+        "case": f"{case['label']} against {versus}" if versus else case["label"],
         "ours_of": ours_of,
         "comparison": case["title"],
         **dict(zip(("paper_low", "paper_high"), claim.paper or (None, None), strict=True)),

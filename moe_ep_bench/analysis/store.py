@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,16 +29,15 @@ from pydantic import BaseModel, ValidationError
 from moe_ep_bench.analysis.draws import Comparison, Read, joined, together
 from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.facts.words import case_label
 from moe_ep_bench.files import read_json
-from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
-from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import (
     HOST,
     HOST_BUSY,
     IDENTITY,
     PHASES,
-    READABLE_VERSIONS,
+    SCHEMA_VERSION,
     SM_CLOCK,
     TABLES,
     TOTAL,
@@ -46,7 +45,8 @@ from moe_ep_bench.schema import (
 )
 
 ITERATION = ["launch", "batch", "iteration"]
-# Top-k pairs that a token does not compute, dropped or rerouted: a column of frames, not of files.
+# Top-k pairs that a token does not compute, dropped or rerouted: a column of frames, and of files that do not tell
+# dropped pairs (null) from rerouted ones.
 MISSING = "num_missing_pairs"
 # Which iteration of which rank, and of a whole model which layer; the columns of a sample's times.
 STEP = ["case", *ITERATION, "kind", "rank", "layer"]
@@ -158,10 +158,9 @@ def read_document(path: Path, model: type[_Type]) -> _Type:
     except ValueError as error:
         raise ResultsError(str(error)) from None
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if model is RunFacts and version not in READABLE_VERSIONS:
-        hint = "another version of this program wrote it: use that one, or measure again elsewhere"
-        expected = " or ".join(map(str, READABLE_VERSIONS))
-        raise ResultsError(f"{path}: schema_version: expected {expected}, got {brief(version)}; {hint}")
+    if model is RunFacts and version != SCHEMA_VERSION:
+        hint = "another version of this program wrote it: use that one, or measure again in another directory"
+        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
     return typed(model, f"{path}: ", content)
 
 
@@ -179,8 +178,6 @@ def read_part(table: str, path: Path, columns: Sequence[str]) -> pd.DataFrame:
     Raises:
         ResultsError: it is damaged.
     """
-    if MISSING in columns:  # Their policies tell what parts of version 4 leave open.
-        columns = [*columns, "policy", "policy_params"]
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
@@ -189,52 +186,10 @@ def read_part(table: str, path: Path, columns: Sequence[str]) -> pd.DataFrame:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
     # Of millions of samples each word is one object.
     frame = rows.to_pandas(strings_to_categorical=table == "samples")
-    return _with_missing(frame) if "num_topk_pairs" in frame else frame
-
-
-def _with_missing(routing: pd.DataFrame) -> pd.DataFrame:
-    """Routing with ``MISSING``; of version 4, whose ``num_dropped_pairs`` are all missing ones, separated.
-
-    A row has sums over tokens, and rerouted is min(missing, added) of each token. The sums tell where nothing is
-    missing, nothing is added, or no token may hold more experts than its top-k, so that none adds more than it lacks.
-    Elsewhere dropped and rerouted pairs are unknown (null).
-    """
-    if "num_rerouted_pairs" in routing:
-        return routing.assign(**{MISSING: routing["num_dropped_pairs"] + routing["num_rerouted_pairs"]})
-    missing_N, topk_N = routing["num_dropped_pairs"], routing["num_topk_pairs"]
-    added_N = routing["num_pairs"] - topk_N + missing_N
-    if "padding_pairs" in routing:
-        added_N = added_N - routing["padding_pairs"]
-    about = [routing["policy"], routing["policy_params"], routing["load_E"].map(len), topk_N // routing["num_tokens"]]
-    adds_most_N = np.array([_holds_more(*row) for row in zip(*about, strict=True)], bool)
-    is_known = (missing_N == 0) | (added_N == 0) | ~adds_most_N
-    rerouted_N = added_N.where(missing_N > 0, 0).where(is_known)
-    dropped_N = missing_N - rerouted_N
-    return routing.drop(columns="dropped_fraction", errors="ignore").assign(
-        num_dropped_pairs=dropped_N,
-        num_rerouted_pairs=rerouted_N,
-        dropped_share=dropped_N / topk_N,
-        rerouted_share=rerouted_N / topk_N,
-        **{MISSING: missing_N},
-    )
-
-
-@cache
-def _holds_more(name: str | None, params: str, num_experts: int, top_k: float) -> bool:
-    """Whether a token may hold more than ``top_k`` experts, as far as this package knows the policy."""
-    if not top_k > 0 or name not in POLICIES:
-        return top_k > 0
-    if POLICIES[name].most_experts is SteppedPolicy.most_experts:
-        return False
-    known = {field.name for field in fields(POLICIES[name])}
-    given = {key: value for key, value in json.loads(params).items() if value is not None}
-    if any(value for key, value in given.items() if key not in known):  # of fields that are gone
-        return True
-    try:
-        policy = make_policy({"name": name, **{key: value for key, value in given.items() if key in known}})
-    except UserError:
-        return True
-    return policy.most_experts(num_experts, RoutingContext(top_k=int(top_k))) > top_k
+    if MISSING in columns:
+        told = frame["num_dropped_pairs"] + frame["num_rerouted_pairs"]
+        frame[MISSING] = frame[MISSING].fillna(told) if MISSING in frame else told
+    return frame
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------
@@ -313,7 +268,9 @@ def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Direct
     if not any(case.status == "ok" for case in tried):
         if lines:  # They say why.
             return None, lines
-        first = f"{tried[0].facts.label}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
+        first = (
+            f"{case_label(tried[0].facts)}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
+        )
         raise ResultsError(f"{folder}: no case was measured; {first}")
     read = joined(read) if join_draws else read
     cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
@@ -361,12 +318,14 @@ def _read_comparison(
     missing, cases = cases[cases["status"].isna()], cases[cases["status"].notna()].reset_index(drop=True)
     if len(missing):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        left = f"no rows of {missing['facts'].iloc[0].label}{more}; the run did not finish: start it again to go on"
+        left = (
+            f"no rows of {case_label(missing['facts'].iloc[0])}{more}; the run did not finish: start it again to go on"
+        )
         lines.append(f"{files.path(first, key, 0 if first == 'samples' else None)}: {left}")
     ok = cases[cases["status"] == "ok"]
     routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
     for case in ok[~ok["case_id"].isin(routed)].itertuples() if "routing" in paths else ():
-        raise ResultsError(f"{files.path('routing', key)}: no rows of {case.facts.label}, which was measured")
+        raise ResultsError(f"{files.path('routing', key)}: no rows of {case_label(case.facts)}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
     launches = {int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any() for part in parts["samples"]}
     conditions = {
@@ -396,7 +355,7 @@ def _rows_of(table: str, parts: Sequence[pd.DataFrame], ok: pd.DataFrame) -> pd.
         place_N = pd.Index(ok["case_id"]).get_indexer(part["case_id"])
         rows = part[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
         rows = pivoted(rows) if table == "samples" else rows
-        frames.append(rows.reindex(columns=frames[0].columns))  # Parts of earlier versions lack some.
+        frames.append(rows.reindex(columns=frames[0].columns))  # Not every part has all.
     rows = together(frames)
     return paced(rows) if table == "samples" else rows
 

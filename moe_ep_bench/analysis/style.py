@@ -13,7 +13,7 @@ matplotlib measures what they take. Equal input gives equal bytes: no dates, fix
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ _PHASES = {
     "rest": ("#C9C9C9", None),
     "policy": ("#E69F00", None),
     "gate": ("#56B4E9", None),
-    "shared": ("#CC79A7", "xx"),
+    "shared experts by water-filling": ("#CC79A7", "xx"),
     "permute": ("#009E73", "\\\\\\"),
     "comm": ("#D55E00", "..."),
     "experts": ("#0072B2", None),
@@ -152,8 +152,8 @@ def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
 
 # ---- policies ------------------------------------------------------------------------------------------------------
 
-# Colour and marker of every policy and of what balances without loss, by the first word of a label, the same in every
-# figure.
+# Colour and marker of every policy and of what balances without loss, by their labels without settings, the same in
+# every figure.
 POLICY_LOOKS = {
     "native": (INK, "*"),
     "topk": ("#0072B2", "o"),
@@ -170,10 +170,10 @@ POLICY_LOOKS = {
     "dynamic_skip": ("#B2182B", "P"),
     "sere": ("#469990", "v"),
     "EPLB": ("#AA4499", "h"),
-    "variance": ("#882255", "D"),
+    "variance plan": ("#882255", "D"),
     "LLEP": ("#F032E6", "<"),
     "UltraEP": ("#FB8072", ">"),
-    "shared": ("#8DA0CB", "v"),
+    "shared experts by water-filling": ("#8DA0CB", "v"),
 }
 # Of policies of a user's own and of what is no policy, in turn: none is one of the above.
 COLOURS = ("#E69F00", "#5B5BF0", "#E41A1C", "#17BECF", "#FF69B4", "#7A5C3E")
@@ -186,23 +186,21 @@ _EDGE = {"markeredgecolor": "white", "markeredgewidth": 0.6}
 Look = dict[str, Any]
 
 
-def looks_of(names: Sequence[str], more: Sequence[str] = ()) -> dict[str, Look]:
-    """How the line of each name is drawn, as parameters of ``Axes.plot``.
+def looks_of(lines: Mapping[str, str], more: Mapping[str, str] | None = None) -> dict[str, Look]:
+    """How each line is drawn, as parameters of ``Axes.plot``.
 
     A policy's name alone has that policy's colour and marker, in every figure of every run; so has its first variant
-    where ``names`` do not hold the name alone. Other variants are each lighter than the one before, and have other
+    where ``lines`` do not hold the name alone. Other variants are each lighter than the one before, and have other
     markers and lines. A policy of a user's own, and what is no policy, takes the next colour that no policy has.
 
     Args:
-        names: of all lines of a run, which number the variants.
-        more: names that a figure has beside them.
+        lines: of a run, which number the variants, with the policies whose variants they are.
+        more: lines that a figure has beside them.
     """
     looks: dict[str, Look] = {}
     known = dict(POLICY_LOOKS)
-    variants = dict.fromkeys(names, 1)
-    for number, name in enumerate(dict.fromkeys([*names, *more])):
-        first = name.split()[0].rstrip(",:") if name.split() else ""
-        policy = first if first in POLICY_LOOKS or "=" in name else name
+    variants = dict.fromkeys(lines, 1)
+    for number, (name, policy) in enumerate({**lines, **(more or {})}.items()):
         if policy not in known:
             turn, others = divmod(len(known) - len(POLICY_LOOKS), len(COLOURS))
             known[policy] = COLOURS[others], MARKERS[(others + turn) % len(MARKERS)]

@@ -22,7 +22,6 @@ from moe_ep_bench.analysis.columns import (
     Column,
     Row,
     Table,
-    cut_labels,
     lost_shown,
     missing,
     number,
@@ -127,7 +126,7 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
 
 def _in_short(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with labels as tables have room for them; files hold them whole."""
-    return rows.assign(label=short_labels(rows["label"]))
+    return rows.assign(label=short_labels(rows))
 
 
 def _metric_words(row: Row) -> str:
@@ -314,7 +313,7 @@ def frames(store: Store) -> list[pd.DataFrame]:
         matching(frame_of(store), " or ".join(f"({where})" for where in filter(None, conditions)))
         for frame_of, conditions in of_frame.items()
     ]
-    return [rows.drop(columns="facts", errors="ignore") for rows in found]
+    return [rows.drop(columns=["facts", "settings"], errors="ignore") for rows in found]
 
 
 def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
@@ -363,7 +362,7 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
     idle, over_topk = leaves_idle(rows), differs_from_topk(rows).any()
     left_out = {"rank_imbalance" if idle else "activated_experts", *([] if over_topk else ["over_topk_median"])}
     rows = rows.assign(
-        label=cut_labels(short_labels(rows["label"]), _LABEL_WIDTH - 2 * over_topk),
+        label=short_labels(rows, _LABEL_WIDTH - 2 * over_topk),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     headers = {**main.headers, "retained_mass": "kept"}

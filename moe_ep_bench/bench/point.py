@@ -39,7 +39,7 @@ from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.facts import CaseFacts, ModelExtent, Role, Subject
 from moe_ep_bench.facts import Workload as WorkloadFacts
-from moe_ep_bench.facts.words import title_words
+from moe_ep_bench.facts.words import label_words, title_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.backend import LayerBackend
@@ -47,6 +47,7 @@ from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Windows
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
+from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -55,8 +56,6 @@ from moe_ep_bench.workload.targets import PATTERNS, counted_layers
 BASELINE, NOISE, BALANCED, POLICY = "baseline", "noise", "balanced", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
-
-_LABELS = {NOISE: "native again", BALANCED: "native, balanced scores"}
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
@@ -86,11 +85,15 @@ class CaseSpec:
         return stable_hash([self.comparison_id, self.role, self.name, self.params, *self._code])
 
     @property
+    def settings(self) -> list[Setting]:
+        """Of the rule; of files their names alone, for ``_code`` says what they hold."""
+        settings = self.rule.settings() if self.rule else []
+        return [replace(one, value=Path(str(one.value)).name) if one.is_file else one for one in settings]
+
+    @property
     def params(self) -> dict[str, Any]:
-        """Fields; of files their names alone, for ``_code`` says what they hold."""
-        files = self.policy.file_fields if self.policy else ()
-        params = self.rule.params() if self.rule else {}
-        return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
+        """The settings as a JSON-ready dict."""
+        return params_of(self.settings)
 
     @property
     def _code(self) -> list[str]:
@@ -102,7 +105,7 @@ class CaseSpec:
 
     @property
     def label(self) -> str:
-        return self.rule.label if self.rule else _LABELS.get(self.role, self.name)
+        return label_words(self.name, self.settings, self.role)
 
     def visible(self, context: RoutingContext) -> RoutingContext:
         """Fields of the context that the case's router may see: policies know the padding, Megatron-Core's does not."""
@@ -114,8 +117,7 @@ class CaseSpec:
         return CaseFacts(
             comparison_id=self.comparison_id,
             policy=self.name,
-            policy_params=self.params,
-            label=self.label,
+            settings=self.settings,
             role=self.role,
             looks_past_top_k=self.policy is not None and self.policy.looks_past_top_k,
             by_torch=self.policy is not None and not has_triton(self.policy),

@@ -301,13 +301,15 @@ def _trace_import(options: Namespace) -> int:
 
 
 def _check_policy(options: Namespace) -> int:
+    from moe_ep_bench.config import label_of
     from moe_ep_bench.config.files import override
     from moe_ep_bench.policies import make_policy
     from moe_ep_bench.policies.laws import check_text
 
     entry: dict[str, Any] = {"name": options.policy}
     override(entry, {}, options.overrides)
-    text, kept = check_text(make_policy(entry))
+    policy = make_policy(entry)
+    text, kept = check_text(policy, label_of(policy))
     print(text)
     return OK if kept else CASES_FAILED
 

@@ -17,10 +17,12 @@ from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.config.conditions import parsed
 from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
 from moe_ep_bench.errors import UserError, check_known, naming
+from moe_ep_bench.facts.words import label_words
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import Windows, default_ep_size
 from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.presets import (
     MOST,
     MOST_RUNS,
@@ -321,18 +323,6 @@ class MeasureConfig(Strict):
 
 
 SolveTime = Annotated[float, Field(ge=0)]
-_LABELS = {
-    "eplb": "EPLB",
-    "variance": "variance plan",
-    "static": "",
-    "lp": " + LP",
-    "activated": " + fewest activated",
-    "llep": "LLEP",
-    "ultra": "UltraEP",
-    "moonep": "MoonEP",
-    "epic": "EPIC",
-    "waterfill": "shared experts by water-filling",
-}
 
 
 class Lossless(Strict):
@@ -343,21 +333,16 @@ class Lossless(Strict):
         """Of a batch on every rank; None where nothing is solved."""
         return self.solve_us
 
-    @property
-    def title(self) -> str:
-        return _LABELS[self.name]
-
-    @property
-    def label(self) -> str:
-        """As tables and claims name it."""
-        solving = "" if self.solving_us is None else f" ({self.solving_us:g} us to solve)"
-        return f"{self.title}{solving}, {self.spare_per_rank} spare per rank"
-
-    def params(self) -> dict[str, Any]:
-        """What makes a case of it, JSON-ready."""
+    def settings(self) -> list[Setting]:
+        """What makes a case of it: all that differs from the defaults, the spare slots and the time to solve."""
         always = {"spare_per_rank": self.spare_per_rank or None, "solve_us": self.solving_us}
         changed = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-        return changed | {key: value for key, value in always.items() if value is not None}
+        stated = changed | {key: value for key, value in always.items() if value is not None}
+        return [Setting(key, value, is_default=key not in changed) for key, value in stated.items()]
+
+    def params(self) -> dict[str, Any]:
+        """The settings as a JSON-ready dict. Ids of cases follow from it."""
+        return params_of(self.settings())
 
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         """A batch over the slots of all ranks; here routed experts stay where they are."""
@@ -394,16 +379,6 @@ class ReplicationConfig(Lossless):
     def solving_us(self) -> float | None:
         return SOLVE_US if self.solve_us is None and self.balancer != "static" else self.solve_us
 
-    @property
-    def title(self) -> str:
-        return f"{_LABELS[self.plan]}{_LABELS[self.balancer]}"
-
-    @property
-    def label(self) -> str:
-        in_time = {"window", "lag", "every", "rearrange", "plan_ms"}
-        changed = self.model_dump(include=in_time, exclude_defaults=True)
-        return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
-
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
 
@@ -426,11 +401,6 @@ class RebalanceConfig(Lossless):
             raise UserError("least_pairs: expected none beside moonep, which makes ranks equal by however few pairs")
         return self
 
-    @property
-    def label(self) -> str:
-        changed = self.model_dump(include={"least_pairs"}, exclude_defaults=True)
-        return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
-
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
         options = {"least_pairs": self.least_pairs, "ranks_per_node": ranks_per_node}
         return MOVING[self.name](slot_expert_P, counts_RE, **options)
@@ -443,10 +413,6 @@ class WaterfillConfig(Lossless):
     """Tokens of shared experts go to the ranks with fewest pairs."""
     spare_per_rank: ClassVar[int] = 0
     solve_us: ClassVar[float] = 0
-
-    @property
-    def label(self) -> str:
-        return self.title
 
 
 def _condition(text: str | None) -> str | None:
@@ -501,6 +467,13 @@ class EmulateConfig(Strict):
 
 
 Rule = Policy | Lossless
+
+
+def label_of(rule: Rule) -> str:
+    """A rule as tables and claims name it."""
+    return label_words(rule.name, rule.settings(), "replication" if isinstance(rule, Lossless) else "policy")
+
+
 """What a case does in place of native: a policy, or what loses nothing."""
 
 
@@ -602,14 +575,14 @@ class Experiment(SweepPoint):
             ValueError: one of them is not in the config.
         """
         rules = (*self.make_policies(), *self.emulate.replication, *self.emulate.rebalance)
-        known = {rule.label: rule for rule in rules}
+        known = {label_of(rule): rule for rule in rules}
 
         def named(key: str) -> list[Rule | None]:
             entry, where = getattr(self.claims[number], key), f"claims.{number}.{key}"
             if entry is None:
                 return [None]
             with naming(where):
-                labels = [entry] if isinstance(entry, str) else [rule.label for rule in expand_policies([entry])]
+                labels = [entry] if isinstance(entry, str) else [label_of(rule) for rule in expand_policies([entry])]
             check_known(where, labels, known)
             return [known[label] for label in labels]
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -24,6 +23,7 @@ from pydantic import (
 
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.schema import MODES
 
 MEASURED_ELSEWHERE = "measured elsewhere"
@@ -36,11 +36,7 @@ ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
 # Origins of times for which nothing ran on a device.
 NOT_EXECUTED = (PARTLY_ELSEWHERE, "modelled")
 
-# Earlier results call the balanced case a ceiling; drops can be faster than it.
-Role = Annotated[
-    Literal["baseline", "noise", "balanced", "policy", "replication"],
-    BeforeValidator(lambda role: "balanced" if role == "ceiling" else role),
-]
+Role = Literal["baseline", "noise", "balanced", "policy", "replication"]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -403,10 +399,16 @@ class JudgedFacts(JsonRecord):
 
 
 class CaseFacts(JsonRecord):
+    """What a case is (``words.label_words`` names it).
+
+    Attributes:
+        policy: the name of the policy, or of what balances without loss.
+        settings: in the order in which its label names them.
+    """
+
     comparison_id: str
     policy: str
-    policy_params: dict[str, Any]  # without its name
-    label: str
+    settings: list[Setting]
     role: Role
     looks_past_top_k: bool
     by_torch: bool = False  # a policy without a compiled form on GPUs
@@ -416,10 +418,10 @@ class CaseFacts(JsonRecord):
     policy_code: str | None = None  # hash of a user's policy, or of the data that a policy reads
     data_model: str | None = None  # whose data that is
 
-    @field_validator("policy_params")
-    @classmethod
-    def _without_name(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {key: one for key, one in value.items() if key != "name"}
+    @property
+    def policy_params(self) -> dict[str, Any]:
+        """The settings as one dict, without the policy's name."""
+        return params_of(self.settings)
 
 
 # ---- a question ------------------------------------------------------------------------------------------------------

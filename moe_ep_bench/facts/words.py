@@ -5,12 +5,16 @@ Tables, figures, answers and the page print them. Nothing reads them: a decision
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
     PARTLY_ELSEWHERE,
     Assumption,
+    CaseFacts,
     ComparisonFacts,
     Component,
     DeviceFacts,
@@ -33,6 +37,7 @@ from moe_ep_bench.facts import (
     Workload,
 )
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.policies.contract import ByLayer, Setting
 
 MODE_WORDS = {
     "run": "measured",
@@ -62,6 +67,115 @@ _ONE_FOR_EACH = {"rank": "rank", "node": "other node", "pair": "expert"}
 def tokens_words(num_tokens: int) -> str:
     """``1 token``, ``4,096 tokens``."""
     return f"{num_tokens:,} token{'' if num_tokens == 1 else 's'}"
+
+
+# ---- labels of cases -------------------------------------------------------------------------------------------------
+
+_REFERENCES = {"noise": ("native", "again"), "balanced": ("native,", "balanced", "scores")}
+# What balances without loss, and who chooses among replicas.
+_PLANS = {
+    "eplb": ("EPLB",),
+    "variance": ("variance", "plan"),
+    "llep": ("LLEP",),
+    "ultra": ("UltraEP",),
+    "moonep": ("MoonEP",),
+    "epic": ("EPIC",),
+    "waterfill": ("shared", "experts", "by", "water-filling"),
+}
+_UNSOLVED = ("waterfill",)  # what takes no time to solve
+_BALANCERS = {"static": (), "lp": ("+", "LP"), "activated": ("+", "fewest", "activated")}
+# How a setting is named in short, ``{}`` being its value.
+_SHORT_FORMS = {
+    "capacity_factor": ("{}",),
+    "granularity": ("per", "{}"),
+    "scope": ("per", "{}"),
+    "metric": ("{}",),
+    "modality": ("{}",),
+    "request_budget": ("budget={}",),
+    "rank_budget": ("budget={}",),
+    "similarity": (),
+}
+SHORTER = tuple(
+    map(
+        frozenset,
+        (
+            {"capacity_factor"},
+            {"granularity", "scope"},
+            {"metric", "modality"},
+            {"request_budget", "rank_budget"},
+            {"similarity"},
+            {"spare_per_rank"},
+            {"solve_us"},
+            {"no solve_us"},
+        ),
+    )
+)
+"""Steps in which a label is made shorter: settings that ``label_parts`` then names in short, or not at all."""
+_MOST_BANDS = 4  # of layers that a label spells out
+
+
+def label_words(policy: str, settings: Iterable[Setting], role: str, **how: Collection[str]) -> str:
+    """A case's label (``label_parts``)."""
+    return " ".join(label_parts(policy, settings, role, **how))
+
+
+def case_label(case: CaseFacts, **how: Collection[str]) -> str:
+    """The label of a case of run.json (``label_parts``)."""
+    return label_words(case.policy, case.settings, case.role, **how)
+
+
+def label_parts(
+    policy: str, settings: Iterable[Setting], role: str, *, short: Collection[str] = (), without: Collection[str] = ()
+) -> list[str]:
+    """The words of a label: what runs, and the settings that differ from their defaults.
+
+    Args:
+        short: keys of ``SHORTER`` that are named in short.
+        without: keys that are not named.
+    """
+    if role in _REFERENCES:
+        return [*_REFERENCES[role]]
+    if role == "replication":
+        return _plan_parts(policy, {one.key: one for one in settings if one.key not in without}, short)
+    named = (one for one in settings if not one.is_default and one.key not in without)
+    return [policy, *(word for one in named for word in _setting_parts(one, short))]
+
+
+def family_words(policy: str, params: Mapping[str, Any]) -> str:
+    """The policy and all that is set of it, but for the capacity factor."""
+    named = sorted((key, value) for key, value in params.items() if key != "capacity_factor" and value is not None)
+    return " ".join([policy, *(f"{key}={value}" for key, value in named)])
+
+
+def _setting_parts(setting: Setting, short: Collection[str]) -> list[str]:
+    forms = _SHORT_FORMS[setting.key] if setting.key in short else (f"{setting.key}={{}}",)
+    return [form.format(_value_words(setting)) for form in forms]
+
+
+def _value_words(setting: Setting) -> str:
+    """A value; of what differs by layer its bands, or where they are many the ends of its range and a checksum."""
+    if setting.is_file:
+        return Path(str(setting.value)).stem
+    if not setting.is_by_layer:
+        return str(setting.value)
+    values = ByLayer.of(setting.value)
+    if len(bands := values.bands()) <= _MOST_BANDS:
+        return "/".join(f"{band}:{value:g}" for band, value in bands.items())
+    return f"{min(values):g}..{max(values):g}#{zlib.crc32(repr(tuple(values)).encode()) % 65536:04x}"
+
+
+def _plan_parts(name: str, settings: Mapping[str, Setting], short: Collection[str]) -> list[str]:
+    """What balances without loss: who plans and chooses, the time to solve, spare slots and what else is set."""
+    values: dict[str, Any] = {key: one.value for key, one in settings.items()}
+    spare, solve_us = values.get("spare_per_rank"), values.get("solve_us")
+    parts = [[*_PLANS.get(name, (name,)), *_BALANCERS[values.get("balancer", "static")]]]
+    if solve_us is not None and name not in _UNSOLVED and "no solve_us" not in short:
+        parts[0] += [f"({solve_us:g}", *(("us)",) if "solve_us" in short else ("us", "to", "solve)"))]
+    if spare is not None:
+        parts.append([f"{spare}", "spare", *(() if "spare_per_rank" in short else ("per", "rank"))])
+    said = ("plan", "balancer", "spare_per_rank", "solve_us")
+    parts += [[f"{key}={one.value}"] for key, one in settings.items() if key not in said and not one.is_default]
+    return [*(word for part in parts[:-1] for word in (*part[:-1], f"{part[-1]},")), *parts[-1]]
 
 
 # ---- what ran --------------------------------------------------------------------------------------------------------

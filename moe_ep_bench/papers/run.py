@@ -109,8 +109,6 @@ def _rows(
             "comparison_id": comparison.comparison_id,
             "case_id": cases[policy],
             "versus_id": cases[versus] if versus else None,
-            "policy": policy.label if policy else "native",
-            "versus": versus.label if versus else None,
             "setting": _setting(comparison, setting),
             "traffic": "recorded" if is_recorded else skew or traffic_words(comparison.subject.workload),
             "primary": primary is not None and _has(comparison.experiment, primary),

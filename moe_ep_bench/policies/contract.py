@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import copy
 import re
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode"]
 _Kind = TypeVar("_Kind", bound=type)
-_MOST_BANDS = 4  # that a label spells out
 
 
 class ByLayer(tuple[Any, ...]):
@@ -68,11 +66,29 @@ class ByLayer(tuple[Any, ...]):
             first = last + 1
         return bands
 
-    def __str__(self) -> str:
-        bands = self.bands()
-        if len(bands) <= _MOST_BANDS:
-            return "/".join(f"{band}:{value:g}" for band, value in bands.items())
-        return f"{min(self):g}..{max(self):g}#{zlib.crc32(repr(tuple(self)).encode()) % 65536:04x}"
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of a case with its value, JSON-ready: what a config sets, and what makes a case of it.
+
+    Attributes:
+        is_default: the value is what the key has where a config is silent.
+        is_by_layer: the value is a mapping from bands of layers (``ByLayer.bands``).
+        is_file: the value names a file.
+    """
+
+    key: str
+    value: Any
+    is_default: bool = False
+    is_by_layer: bool = False
+    is_file: bool = False
+
+
+def params_of(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Settings as one JSON-ready dict; what differs by layer is None in its place, and stands under ``by_layer``."""
+    params = {one.key: None if one.is_by_layer else one.value for one in settings}
+    layered = {one.key: one.value for one in settings if one.is_by_layer}
+    return {**params, **({"by_layer": layered} if layered else {})}
 
 
 def _each(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -276,19 +292,23 @@ class Policy:
             return self
         return self._of_layers[layer_at(layer_fraction, len(self._of_layers), ", ".join(self.by_layer))]
 
+    def settings(self) -> list[Setting]:
+        """The fields in their order; the name is none."""
+        values = {**asdict(self), **{name: values.bands() for name, values in self.by_layer.items()}}
+        return [
+            Setting(
+                field.name,
+                values[field.name],
+                is_default=getattr(self, field.name) == field.default,
+                is_by_layer=field.name in self.by_layer,
+                is_file=field.name in self.file_fields,
+            )
+            for field in fields(self)
+        ]
+
     def params(self) -> dict[str, object]:
-        """The fields as a JSON-ready dict, without the name. Ids of cases follow from it.
-
-        What differs by layer is None in its place, and stands under ``by_layer``.
-        """
-        layered = {name: values.bands() for name, values in self.by_layer.items()}
-        return {**asdict(self), **({**dict.fromkeys(layered), "by_layer": layered} if layered else {})}
-
-    @property
-    def label(self) -> str:
-        """Name and the fields that differ from their defaults, for tables and figures."""
-        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
-        return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+        """The fields as a JSON-ready dict, without the name. Ids of cases follow from it."""
+        return params_of(self.settings())
 
 
 def layer_at(layer_fraction: float, num_layers: int, fields: str) -> int:
@@ -320,7 +340,7 @@ class SteppedPolicy(Policy):
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         if self.draws and context.generator is None and context.random_TE is None:
-            raise UserError(f"generator: {self.label} needs a torch.Generator in the context, got None")
+            raise UserError(f"generator: {self.name} needs a torch.Generator in the context, got None")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """As many as the model's own routing, unless a policy says otherwise."""

@@ -225,8 +225,8 @@ def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
         yield Trial(policy, scores_TE, arguments, policy)
 
 
-def check_text(policy: Policy) -> tuple[str, bool]:
-    """Hold a policy to all laws: what ``check-policy`` prints, and whether all were kept.
+def check_text(policy: Policy, label: str) -> tuple[str, bool]:
+    """Hold a policy to all laws: what ``check-policy`` prints of it, under its label, and whether all were kept.
 
     Raises:
         ValueError: the policy's own checks refuse every trial.
@@ -254,8 +254,8 @@ def check_text(policy: Policy) -> tuple[str, bool]:
             told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             broken.setdefault(law, f"{trial.title}: {told} ({at.filename.rpartition('/')[2]}, line {at.lineno})")
     if not tried:
-        raise UserError(f"{policy.label}: refuses all trials: {refused[0]}")
-    lines = [f"{policy.label}: {tried} trials" + (f", {len(refused)} refused ({refused[0]})" if refused else "")]
+        raise UserError(f"{label}: refuses all trials: {refused[0]}")
+    lines = [f"{label}: {tried} trials" + (f", {len(refused)} refused ({refused[0]})" if refused else "")]
     for law in LAWS:
         lines.append(f"  {'BROKEN' if law in broken else 'kept' if law in held else 'not tried'}: {law.__doc__}")
         lines += [f"    {broken[law]}"] if law in broken else []

@@ -96,10 +96,6 @@ class SERE(SteppedPolicy):
             return self.layer or 0
         return layer_at(context.layer_fraction, self.data.num_layers, "similarity")
 
-    @property
-    def label(self) -> str:
-        return super().label.replace(f"={self.similarity}", f"={Path(str(self.similarity)).stem}")
-
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         first_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         return self.steps.load_of(without_padding(first_TE, context)).unsqueeze(0)

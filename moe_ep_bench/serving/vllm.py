@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
@@ -197,7 +198,7 @@ def _bind(worker: Any) -> None:
         say(
             "moe-ep-bench: serving under %s in %s, %s; a step's tokens are one batch. The kernels compute every slot: "
             "dropping saves no time here, only fewer activated experts can; what is measured are answers",
-            asked.policy.label,
+            label_of(asked.policy),
             " and ".join(asked.acts_in),
             shape,
         )
@@ -208,7 +209,7 @@ def _bind(worker: Any) -> None:
             asked.directory,
             session.layers,
             facts,
-            [] if asked.policy is None else [f"served under {asked.policy.label}"],
+            [] if asked.policy is None else [f"served under {label_of(asked.policy)}"],
             asked.most_bytes,
             lambda line: logger.info("moe-ep-bench: %s", line),
         )

@@ -289,7 +289,7 @@ def test_a_server_whose_new_plans_take_three_times_the_run_is_told_not_to() -> N
 
 
 def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -> None:
-    shape = {"length_S": (16,) * 24, "num_layers": 1, "num_experts": 64, "top_k": 8, "popularity": 1.0, "full": True}
+    shape = {"length_S": (16,) * 24, "num_layers": 2, "num_experts": 64, "top_k": 8, "popularity": 1.0, "full": True}
     trace, out = write_trace(tmp_path / "mine.safetensors", **shape), tmp_path / "out"
     question = ["--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "16", "--trace", str(trace), "--out", str(out)]
     assert main(["advise", *question, "--set", "emulate.overlap=none"]) == OK
@@ -297,11 +297,13 @@ def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -
     (answer,) = advice.answers
     assert {plan.label.split(",")[0].split(" (")[0] for plan in answer.plans} == {"EPLB", "EPLB + LP", "variance plan"}
     assert all(one.num_batches == 10 and one.rearrange_ms > 0 for one in answer.plans)
+    assert {one.layers[1] for one in answer.plans} == {2}
     lines = "\n".join(advice_lines(advice))
     for one in answer.plans:
         decision = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}[one.decision]
         assert f"{one.label}: {decision}. It is {one.speedup:.3f} times as fast as native [" in lines
+        assert f"on 10 later batches, and gains in {one.layers[0]} of 2 layers; a new plan takes" in lines
     assert "time to plan was measured on this CPU (emulate.replication: plan_ms)" in advice.notes
     run = json.loads((out / "run.json").read_text())
-    (workload,) = [one["workload"] for one in run["comparisons"].values()]
-    assert (workload["order"], workload["num_history"]) == ("arrival", 10)
+    workloads = [one["workload"] for one in run["comparisons"].values()]
+    assert [(one["order"], one["num_history"]) for one in workloads] == [("arrival", 5)] * 2

@@ -79,6 +79,7 @@ class Upkeep(_Fact):
 
     Attributes:
         num_batches: behind the speedup over native, whose range is ``low`` to ``high``.
+        layers: in how many of how many the median speedup is above 1: slots in the others gain nothing.
         rearrange_ms: of putting the plan in place in one layer, planning included where ranks wait for it.
         every: batches that bear it, and the speedup has it; None = the plan stands for good, at no charge.
         pays_after: batches after which a plan has gained what it took; None = never.
@@ -90,6 +91,7 @@ class Upkeep(_Fact):
     low: float
     high: float
     num_batches: int
+    layers: tuple[int, int] | None = None
     rearrange_ms: float
     rearranged_gib: float
     every: int | None
@@ -273,6 +275,8 @@ def _upkeep_line(plan: Upkeep) -> str:
     takes = f"a new plan takes {milliseconds(plan.rearrange_ms)} ms and moves {plan.rearranged_gib:.3g} GiB in a layer"
     pays = "never pays" if plan.pays_after is None else f"pays once it has stood for {plan.pays_after:,} batches"
     on = f"on {plan.num_batches} later batches{charged}"
+    if plan.layers is not None:
+        on += ", and gains in {} of {} layers".format(*plan.layers)
     return f"{plan.label}: {_DECISIONS[plan.decision]}. It is {gain} {on}; {takes}, and {pays}."
 
 

@@ -78,7 +78,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
-        least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several;
+        least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several; in how
+        many of them the median speedup is above 1 (``num_gaining``);
         ``differs_from_topk``.
     """
     rows = cases(store)
@@ -97,6 +98,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
         least=speedup_CD.min(axis=1).where(several),
         most=speedup_CD.max(axis=1).where(several),
+        num_gaining=(speedup_CD > 1).sum(axis=1),
         kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
         differs_from_topk=differs_from_topk(rows),
     )
@@ -234,6 +236,7 @@ def _upkeep(row: pd.Series, native: pd.Series) -> Upkeep:
         low=row["speedup_low"],
         high=row["speedup_high"],
         num_batches=row["num_batches"],
+        layers=(row["num_gaining"], num_layers) if (num_layers := row["facts"]["layers"]) > 1 else None,
         rearrange_ms=row["rearrange_ms"],
         rearranged_gib=row["rearranged_gib"],
     )

@@ -31,10 +31,11 @@ COUNTED = {"olmoe-1b-7b": ("", "allenai"), "mixtral-8x7b": ("mixtral_8x7b_instru
 
 
 class Domain(NamedTuple):
-    """Loads of one domain's layers, float64 [L, E], and the recording that they were counted in, if there is one."""
+    """Loads of one domain's layers, float64 [L, E], over how many tokens, and in which recording, if there is one."""
 
     name: str
     load_LE: NDArray[np.float64]
+    num_tokens: int
     trace: Trace | None = None
 
 
@@ -47,12 +48,13 @@ def domains(folder: Path) -> Iterator[tuple[str, Domain]]:
         load_LE = np.stack(
             [np.bincount(trace.read_layer(layer)[0].ravel(), minlength=trace.num_experts) for layer in layers]
         )
-        yield preset, Domain(trace.metadata["domain"], load_LE.astype(np.float64), trace)
+        yield preset, Domain(trace.metadata["domain"], load_LE.astype(np.float64), trace.num_tokens, trace)
     for counts in json.loads((folder / "expert_loads.json").read_text()):
         variant, source = COUNTED[counts["model"]]
         if counts.get("variant", "") == variant and counts["source"].startswith(source):
             name = counts["domain"].removeprefix("expert_popularity_")
-            yield counts["model"], Domain(name, np.array([*counts["load_E_by_layer"].values()], dtype=np.float64))
+            load_LE = np.array([*counts["load_E_by_layer"].values()], dtype=np.float64)
+            yield counts["model"], Domain(name, load_LE, int(load_LE[0].sum()) // counts["top_k"])
 
 
 def reliefs(load_LE: NDArray[np.float64], ep_size: int) -> NDArray[np.float64]:
@@ -104,6 +106,7 @@ def skews_of(preset: str, found: list[Domain]) -> dict[str, Any]:
         "mixed": said(
             mixed,
             f"{'all' if len(found) == 1 else len(found)} domains together, layer {layer}",
+            sum(domain.num_tokens for domain in found),
             reliefs(share_LE, ep_size or 1),
         )
     }
@@ -114,7 +117,7 @@ def skews_of(preset: str, found: list[Domain]) -> dict[str, Any]:
     def at(place: int, layer: int) -> dict[str, Any]:
         domain = found[place]
         numbers = fitted(domain.load_LE[layer], ep_size, domain.trace, layer)
-        return said(numbers, f"{domain.name}, layer {layer}", relief_DL[place])
+        return said(numbers, f"{domain.name}, layer {layer}", domain.num_tokens, relief_DL[place])
 
     middle = divmod(median_place(relief_DL.ravel()), relief_DL.shape[1])
     peak_DL = np.array([domain.load_LE.max(axis=1) / domain.load_LE.mean(axis=1) for domain in found])
@@ -125,8 +128,8 @@ def skews_of(preset: str, found: list[Domain]) -> dict[str, Any]:
     return skews
 
 
-def said(numbers: dict[str, Any], where: str, relief_L: NDArray[np.float64]) -> dict[str, Any]:
-    return {"where": where, **numbers, "layers": layers_of(relief_L)}
+def said(numbers: dict[str, Any], where: str, num_tokens: int, relief_L: NDArray[np.float64]) -> dict[str, Any]:
+    return {"where": where, "num_tokens": num_tokens, **numbers, "layers": layers_of(relief_L)}
 
 
 def layers_of(relief_L: NDArray[np.float64]) -> dict[str, Any]:

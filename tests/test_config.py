@@ -42,6 +42,7 @@ def test_a_named_skew_says_what_it_was_calibrated_to(skew: str, tmp_path: Path) 
     described, words = subject.workload, describe_workload(subject)
     assert words.startswith(f"synthetic, calibrated to {skew} (")
     assert described.kind == "synthetic"
+    assert ("tokens: 1,044,480)" if skew == "mixed" else "tokens: 208,896)") in words
     own = described.skew.model_dump()
     assert own["peak_load"] == load_skew("qwen3-30b-a3b", skew).peak_load
     if own["basis"] == "assumed":
@@ -88,7 +89,13 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     assert targets()["rank_load"] == {"ep_size": 8, "load": 1.606}
     assert targets(peak_load=3.0)["peak_load"] == 3.0
     assert targets(peak_load=None)["peak_load"] is None
+    assert targets(peak_load=None)["rank_load"] is None, "no expert is busier than another"
     assert targets(rank_load=None)["rank_load"] is None
+    of_batches = targets(batch_peak_load=3.0)
+    assert [of_batches[name] for name in ("peak_load", "batch_peak_load")] == [None, 3.0]
+    assert "cuts" not in of_batches
+    with pytest.raises(UserError, match="peak_load, batch_peak_load: expected one of the two, got both"):
+        targets(peak_load=3.0, batch_peak_load=3.0)
     # Cuts are of the skew's own peak load, and what they leave on the fullest rank of its own rank load.
     assert [cut["rank_load"] for cut in targets()["cuts"]] == [0.9123, 1.225]
     assert "cuts" not in targets(peak_load=3.0)

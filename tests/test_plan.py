@@ -144,13 +144,15 @@ def test_a_sweep_that_measures_somewhere_takes_the_cpus_values_everywhere(tmp_pa
 def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "peak_load": 1.01}
+    workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "batch_peak_load": 1.01}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "layer": {"ep_size": 1}}))
-    with pytest.raises(UserError, match=r"config.yaml: workload: peak_load: expected"):
+    with pytest.raises(UserError, match=r"config.yaml: workload: batch_peak_load: expected"):
         plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
     monkeypatch.setattr("moe_ep_bench.bench.plan._FEW_SCORES", 0)  # as of many tokens, which no plan solves for
     (first, _) = plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
-    with pytest.raises(UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1\.01: peak_load: expected"):
+    with pytest.raises(
+        UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1\.01 in each batch: batch_peak_load: expected"
+    ):
         describe_timed_run(mock.Mock(), "run", [first])
 
 
@@ -176,16 +178,23 @@ def test_a_title_has_the_domains_of_recordings_and_their_phase(
     assert one.title == f"DeepSeek-V2-Lite x 0.03125, EP 4, 4 tokens (1 a rank), {words}"
 
 
-@pytest.mark.parametrize(("peak_load", "words"), [(None, "single domain"), (4, "single domain, peak load 4")])
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"peak_load": None}, "single domain"),
+        ({"peak_load": 4}, "single domain, peak load 4"),
+        ({"batch_peak_load": 4}, "single domain, peak load 4 in each batch"),
+    ],
+)
 def test_a_title_names_what_takes_the_place_of_a_skews_own_load(
-    peak_load: int | None, words: str, tmp_path: Path
+    own: dict[str, float | None], words: str, tmp_path: Path
 ) -> None:
     workload = {
         "kind": "synthetic",
         "num_tokens": 64,
         "num_batches": 1,
         "skew": "single_domain",
-        "peak_load": peak_load,
+        **own,
     }
     config = {**CONFIG, "workload": workload, "sweep": {}, "model": {"preset": "olmoe-1b-7b"}, "layer": {"ep_size": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

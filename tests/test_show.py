@@ -154,15 +154,26 @@ def test_labels_in_short_name_no_keys_but_where_two_would_be_one():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "peak_load", "words"),
-    [(16, None, "no skew was asked for"), (16, 6.4, "peak load 6.4 is the target of each batch"), (40, 6.4, None)],
+    ("targets", "words"),
+    [
+        ({"peak_load": None}, "no skew was asked for"),
+        ({"peak_load": 1.5}, "peak load 1.5 is of the traffic in the long run; native's batches have"),
+        (
+            {"peak_load": None, "expert_loads": [1.2, 1.0, 1.0, 1.0]},
+            "peak load 1.143 is of the traffic in the long run",
+        ),
+        ({"peak_load": 6.4}, None),
+        ({"batch_peak_load": 1.5}, None),
+    ],
 )
-def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, tokens, peak_load, words):
-    workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": peak_load}}
-    lines = lines_of(tmp_path, tokens=tokens, facts={"workload": workload})
+def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, targets, words):
+    workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": targets}
+    lines = lines_of(tmp_path, tokens=16, facts={"workload": workload})
     said = [line for line in lines if "chance" in line and "verdicts" not in line]
     assert [line.startswith(words or "") for line in said] == [True] * (words is not None)
-    assert any("in one draw; other draws" in line for line in lines) == (peak_load is not None)
+    assert any("in one draw; other draws" in line for line in lines) == any(
+        targets.get(name) for name in ("peak_load", "batch_peak_load")
+    )
 
 
 def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):

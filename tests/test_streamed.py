@@ -33,8 +33,8 @@ def sizes(chunk_scores=2**16, solved_scores=2**26):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_rows():
-    """What copying is solved on is small, so that it neither takes the time nor hides other memory."""
-    with patch.object(synthetic_module, "_COPYING_ROWS", (128, 256)):
+    """What targets are solved on is small, so that it neither takes the time nor hides other memory."""
+    with patch.multiple(synthetic_module, _COPYING_ROWS=(128, 256), _REFERENCE_ROWS=512):
         yield
 
 
@@ -61,12 +61,19 @@ def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks
 
 def synthetic(**changes):
     fields = {"num_experts": 16, "top_k": 3, "num_tokens": 300, "num_batches": 3, "sequence_length": 7, "seed": 0}
-    return SyntheticWorkload(**{**fields, "peak_load": 2.5, **changes})
+    peak = {} if "batch_peak_load" in changes else {"peak_load": 2.5}
+    return SyntheticWorkload(**fields | peak | changes)
 
 
 KINDS = {
     "experts that no word of random numbers ends with": {"num_experts": 18},
     "alike neighbours, placed and sharp": {"neighbour_overlap": 1.6, "rank_load": (4, 1.3), "topk_share": 0.6},
+    "solved batch by batch": {
+        "batch_peak_load": 2.5,
+        "neighbour_overlap": 1.6,
+        "rank_load": (4, 1.3),
+        "topk_share": 0.6,
+    },
     "rank load": {"rank_load": (4, 1.4), "peak_load": 3.0},
     "no skew": {"peak_load": None},
     "a power law": {"pattern": "power_law_1.2", "peak_load": None},
@@ -97,7 +104,7 @@ def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
 
 @pytest.mark.parametrize(
     ("kind", "sequence_length"),
-    [("no skew", 3), ("alike neighbours, placed and sharp", 2000), ("rank load", 3), ("groups", 2000)],
+    [("no skew", 3), ("solved batch by batch", 2000), ("rank load", 3), ("groups", 2000)],
 )
 def test_a_batch_that_is_solved_in_part_is_the_same_for_all_ranks(kind, sequence_length):
     fields = {"num_tokens": 1200, "sequence_length": sequence_length, **KINDS[kind]}
@@ -108,7 +115,7 @@ def test_a_batch_that_is_solved_in_part_is_the_same_for_all_ranks(kind, sequence
 
 
 def test_the_targets_of_a_large_batch_are_met_on_the_solved_part_and_nearly_on_the_rest():
-    fields = {"num_tokens": 16000, "topk_share": 0.6, "sequence_length": 16}
+    fields = {"batch_peak_load": 2.5, "num_tokens": 16000, "topk_share": 0.6, "sequence_length": 16}
     with sizes(chunk_scores=16 * 500, solved_scores=16 * 4000):
         scores_TE = synthetic(**fields).batch(0).scores_TE
     assert peak_load(top_k_load(scores_TE[:4000], 3)) == pytest.approx(2.5, rel=0.0101)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import gumbel_r, kstest
+from scipy.stats import chi2_contingency, gumbel_r, kstest
 from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.config.files import load_experiments
@@ -23,6 +24,7 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload import solving
 from moe_ep_bench.workload import synthetic as synthetic_module
+from moe_ep_bench.workload.long_run import long_run_loads
 from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import Skews, loads_after_cut
@@ -32,7 +34,8 @@ few_examples = settings(max_examples=15)
 
 def synthetic(**changes):
     fields = {"num_experts": 64, "top_k": 6, "num_tokens": 2048, "num_batches": 2, "sequence_length": 128, "seed": 0}
-    return SyntheticWorkload(**{**fields, "peak_load": 3.0, **changes})
+    peak = {} if "batch_peak_load" in changes else {"peak_load": 3.0}
+    return SyntheticWorkload(**fields | peak | changes)
 
 
 def chosen(scores_E, top_k, num_groups=1, top_groups=1):
@@ -111,8 +114,8 @@ def test_scores_of_logits_far_apart_are_positive_and_sort_as_they_do():
     ("peak_load", "num_experts", "top_k", "num_tokens"),
     [(1.5, 64, 6, 512), (9.0, 128, 8, 256), (64 / 6, 64, 6, 256), (7.0, 16, 1, 300), (3.0, 16, 4, 20)],
 )
-def test_the_peak_load_is_met_to_a_percent_or_a_token(peak_load, num_experts, top_k, num_tokens):
-    workload = synthetic(peak_load=peak_load, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
+def test_the_peak_load_of_a_batch_is_met_to_a_percent_or_a_token(peak_load, num_experts, top_k, num_tokens):
+    workload = synthetic(batch_peak_load=peak_load, num_experts=num_experts, top_k=top_k, num_tokens=num_tokens)
     for index in range(2):
         batch = workload.batch(index)
         assert_rows_are_distributions_without_ties(batch.scores_TE)
@@ -123,7 +126,7 @@ def test_the_peak_load_is_met_to_a_percent_or_a_token(peak_load, num_experts, to
 
 @pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (64, 3.0)])
 def test_the_fullest_rank_gets_its_load(num_ranks, load):
-    workload = synthetic(rank_load=(num_ranks, load))
+    workload = synthetic(rank_load=(num_ranks, load), batch_peak_load=3.0)
     assert peak(loads(workload.batch(0), 6), num_ranks) == pytest.approx(load, rel=0.02)
     # Later batches have the same experts in the same places, and noise of their own.
     assert peak(loads(workload.batch(1), 6), num_ranks) == pytest.approx(load, rel=0.08)
@@ -132,7 +135,7 @@ def test_the_fullest_rank_gets_its_load(num_ranks, load):
 
 @pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.1), (16, 1.8), (32, 2.4)])
 def test_the_fullest_rank_gets_its_load_where_a_model_routes_by_groups(num_ranks, load):
-    workload = synthetic(rank_load=(num_ranks, load), num_groups=8, top_groups=3, peak_load=4.0, num_tokens=4096)
+    workload = synthetic(rank_load=(num_ranks, load), num_groups=8, top_groups=3, batch_peak_load=4.0, num_tokens=4096)
     for index in range(2):
         map_TE = top_k_map(workload.batch(index).scores_TE, workload.selection)
         groups_T = map_TE.reshape(len(map_TE), 8, -1).any(dim=2).sum(dim=1)
@@ -153,38 +156,41 @@ def test_experts_change_places_within_their_group_and_groups_change_places(num_r
     assert load_R.argmax() == hot_rank or load_R.max() <= 1.02 * load_R[hot_rank]
 
 
+@pytest.mark.parametrize(("kind", "apart"), [("batch_peak_load", 2e-3), ("peak_load", 1e-2)])
 @pytest.mark.parametrize("share", [0.12, 0.95])
-def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share):
-    plain, sharp = synthetic().batch(0), synthetic(topk_share=share).batch(0)
+def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share, kind, apart):
+    plain, sharp = (synthetic(**{kind: 3.0}, **more).batch(0) for more in ({}, {"topk_share": share}))
     best_TK = torch.tensor([sorted(row)[-6:] for row in sharp.scores_TE.tolist()])
-    assert best_TK.sum(1).mean().item() == pytest.approx(share, abs=2e-3)
+    assert best_TK.sum(1).mean().item() == pytest.approx(share, abs=apart)
     assert torch.equal(plain.scores_TE.argsort(1), sharp.scores_TE.argsort(1))
     assert (sharp.scores_TE.sort(1).values.diff(dim=1) > 0).all()
 
 
+@pytest.mark.parametrize("kind", ["batch_peak_load", "peak_load"])
 @pytest.mark.parametrize(("overlap", "sequence_length"), [(1.7, 128), (5.5, 2)])
-def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length):
-    workload = synthetic(neighbour_overlap=overlap, sequence_length=sequence_length, num_tokens=4096)
+def test_neighbours_share_as_many_experts_as_asked_for(overlap, sequence_length, kind):
+    sizes = {"sequence_length": sequence_length, "num_tokens": 4096}
+    workload = synthetic(neighbour_overlap=overlap, **{kind: 3.0}, **sizes)
     batch = workload.batch(1)
     together, apart = shared(batch, 6)
     assert np.mean(together) == pytest.approx(overlap, rel=0.03)
     if len(apart) > 500:  # Speculative requests: tokens of different ones are strangers.
         assert np.mean(apart) < 0.6 * overlap
-    assert peak(loads(batch, 6)) == pytest.approx(3.0, rel=0.011)
+    assert kind == "peak_load" or peak(loads(batch, 6)) == pytest.approx(3.0, rel=0.011)
 
 
 SHIPPED = [(preset, name) for preset in Skews.names() for name in Skews.named(preset).by_name()]
 
 
 @pytest.mark.parametrize(("preset", "name"), SHIPPED)
-def test_shipped_skews_are_met_to_two_percent(preset: str, name: str) -> None:
+def test_shipped_skews_are_met_to_two_percent_and_chance(preset: str, name: str) -> None:
     """Cuts too: what capacities drop, and what they leave on the fullest rank."""
     model = ModelSpec.named(preset)
     targets = Skews.named(preset).by_name()[name].targets()
     ranks, cuts = targets.pop("rank_load", None), targets.pop("cuts", ())
     sizes = {key: getattr(model, key) for key in ("num_experts", "top_k", "num_groups", "top_groups")}
     workload = SyntheticWorkload(
-        **sizes, **targets, num_tokens=8192, num_batches=1, sequence_length=128, seed=0,
+        **sizes, **targets, num_tokens=32768, num_batches=1, sequence_length=128, seed=0,
         rank_load=ranks and (ranks["ep_size"], ranks["load"]),
         cuts=tuple((cut["capacity_factor"], cut["dropped_share"], cut.get("rank_load")) for cut in cuts),
     )  # fmt: skip
@@ -197,13 +203,14 @@ def test_shipped_skews_are_met_to_two_percent(preset: str, name: str) -> None:
         "topk_share": float((batch.scores_TE * map_TE).sum() / batch.scores_TE.sum()),
         "neighbour_overlap": num_shared / pairs,
     }
-    assert {key: achieved[key] for key in targets} == pytest.approx(targets, rel=0.02)
+    near = 0.02 + 3 / load_E.max() ** 0.5
+    assert {key: achieved[key] for key in targets} == pytest.approx(targets, rel=near)
     if ranks:
-        assert peak(load_E, ranks["ep_size"]) == pytest.approx(ranks["load"], rel=0.02)
+        assert peak(load_E, ranks["ep_size"]) == pytest.approx(ranks["load"], rel=near)
     for cut in cuts:
         dropped, kept = cut_by_hand(load_E.tolist(), cut["capacity_factor"], ranks["ep_size"] if ranks else 1)
-        assert dropped == pytest.approx(cut["dropped_share"], rel=0.02, abs=1e-3)
-        assert "rank_load" not in cut or kept == pytest.approx(cut["rank_load"], rel=0.02)
+        assert dropped == pytest.approx(cut["dropped_share"], rel=near, abs=5e-3)
+        assert "rank_load" not in cut or kept == pytest.approx(cut["rank_load"], rel=near)
 
 
 def cut_by_hand(load_E: list[int], factor: float, num_ranks: int) -> tuple[float, float]:
@@ -238,6 +245,84 @@ def test_a_profile_has_the_numbers_that_it_was_made_for(seed: int, num_experts: 
     assert {f: loads_after_cut(placed_E, f, 4)[1] for f in wanted} == pytest.approx(wanted, rel=0.02)
 
 
+# The long run
+
+
+def exact_loads(odds_E, top_k):
+    """Expected loads over the mean of K draws without replacement, order by order."""
+    share_E = np.zeros(len(odds_E))
+
+    def draw(left, chance, missing):
+        for expert in left if missing else ():
+            own = chance * odds_E[expert] / sum(odds_E[other] for other in left)
+            share_E[expert] += own
+            draw(left - {expert}, own, missing - 1)
+
+    draw(frozenset(range(len(odds_E))), 1.0, top_k)
+    return share_E * len(odds_E) / top_k
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5, 6])
+@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
+def test_expected_loads_are_those_of_draws_without_replacement(top_k, strength):
+    bias_E = strength * np.random.default_rng(top_k).normal(size=6)
+    expected_E = exact_loads(np.exp(bias_E), top_k)
+    np.testing.assert_allclose(long_run_loads(bias_E + 7, top_k), expected_E, rtol=1e-4)
+
+
+def test_expected_loads_hold_where_some_experts_are_always_chosen_and_others_never():
+    load_E = long_run_loads(np.array([900.0, 0.0, 0.0, 0.0, -900.0]), 2)
+    np.testing.assert_allclose(load_E, [2.5, 2.5 / 3, 2.5 / 3, 2.5 / 3, 0.0], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("preset", ModelSpec.names())
+def test_a_few_tokens_of_any_model_may_be_of_skewed_traffic(preset):
+    """Of 64 batches together the popular expert's load is the traffic's, within four standard deviations of chance."""
+    sizes = {key: getattr(ModelSpec.named(preset), key) for key in ("num_experts", "top_k", "num_groups", "top_groups")}
+    workload = synthetic(**sizes, peak_load=2.5, num_tokens=128, num_batches=64, sequence_length=1)
+    load_BE = np.stack([top_k_map(workload.batch(b).scores_TE, workload.selection).sum(0).numpy() for b in range(64)])
+    wanted = 2.5 * load_BE.mean() * 64
+    busiest, near = load_BE.sum(axis=0).max(), 4 * wanted**0.5 + (0.05 * wanted if workload.num_groups else 0)
+    assert abs(busiest - wanted) < near
+    assert np.mean([peak(load_E) for load_E in load_BE]) > 2.5, "chance adds to it"
+
+
+def test_the_peak_of_a_small_batch_is_that_of_tokens_drawn_one_by_one():
+    workload = synthetic(num_experts=16, top_k=2, num_tokens=32, num_batches=300, peak_load=2.0)
+    ours_B = [peak(loads(workload.batch(index), 2)) for index in range(300)]
+    odds_E, random = np.exp(workload._recipe(0).bias_E), np.random.default_rng(5)
+    drawn_B = []
+    for _ in range(300):
+        drawn = [random.choice(16, 2, replace=False, p=odds_E / odds_E.sum()) for _ in range(32)]
+        drawn_B.append(peak(np.bincount(np.concatenate(drawn), minlength=16)))
+    error = (np.var(ours_B) / 300 + np.var(drawn_B) / 300) ** 0.5
+    assert abs(np.mean(ours_B) - np.mean(drawn_B)) < 4 * error
+    assert np.mean(ours_B) > 2.0 + 4 * error
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 8, "top_groups": 3}])
+def test_batches_are_exchangeable_and_solved_for_once(groups):
+    fields = {
+        "num_tokens": 256,
+        "topk_share": 0.5,
+        "rank_load": (16, 1.6),
+        "peak_load": 4.0,
+        "num_batches": 40,
+        **groups,
+    }
+    workload = synthetic(**fields)
+    workload.solve(0)
+    with mock.patch.object(solving, "root", side_effect=AssertionError("solved again")):
+        load_BE = np.stack(
+            [top_k_map(workload.batch(b).scores_TE, workload.selection).sum(0).numpy() for b in range(40)]
+        )
+    early_E, late_E = load_BE[::2].sum(axis=0), load_BE[1::2].sum(axis=0)
+    assert chi2_contingency(np.stack([early_E, late_E])).pvalue > 0.001
+    assert torch.equal(synthetic(**fields).batch(17).scores_TE, workload.batch(17).scores_TE)
+    assert torch.equal(synthetic(**{**fields, "num_tokens": 64}).batch(17).scores_TE, workload.batch(17).scores_TE[:64])
+    assert peak(load_BE.sum(axis=0), 16) == pytest.approx(1.6, rel=0.06)
+
+
 # Balance
 
 
@@ -268,7 +353,10 @@ def test_a_peak_load_of_one_is_exactly_balanced_on_all_ranks_and_on_each(groups:
     [
         ({"peak_load": 11.0}, "peak_load", "11"),
         ({"peak_load": float("nan")}, "peak_load", "nan"),
-        ({"peak_load": 1.001}, "peak_load", "1.001"),
+        ({"batch_peak_load": 1.001}, "batch_peak_load", "1.001"),
+        ({"batch_peak_load": 11.0}, "batch_peak_load", "11"),
+        ({"batch_peak_load": 3.0, "peak_load": 3.0}, "peak_load, batch_peak_load", "both"),
+        ({"peak_load": None, "rank_load": (8, 1.5)}, "rank_load", "1.5 alone"),
         ({"peak_load": 1.0, "neighbour_overlap": 2.0}, "neighbour_overlap", "dealt in turn"),
         ({"topk_share": 0.09}, "topk_share", "0.09"),
         ({"neighbour_overlap": 0.1}, "neighbour_overlap", "0.1"),

@@ -99,11 +99,11 @@ COMMANDS = {
     "emulate CONFIG --set workload.num_batches=65536 --set measure.iterations=300": (
         "expected at most 16777216 iterations in all, got 65536 batches of 302 iterations"
     ),
-    "advise --model qwen3-30b-a3b --ep 16 --decode-tokens 8 --peak-load 4 --dry-run": (
-        "bench: --peak-load: workload: peak_load: expected 8 to 16 (what noise alone gives with 8 tokens, to experts"
+    "advise --model qwen3-30b-a3b --ep 16 --decode-tokens 8 --batch-peak-load 4 --dry-run": (
+        "bench: --batch-peak-load: workload: batch_peak_load: expected 8 to 16 (what noise alone gives with 8"
     ),
-    "emulate CONFIG --set workload.num_tokens=8 --set workload.peak_load=1.01 --dry-run": (
-        "config.yaml: workload: peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
+    "emulate CONFIG --set workload.num_tokens=8 --set workload.batch_peak_load=1.01 --dry-run": (
+        "config.yaml: workload: batch_peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
     ),
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
@@ -143,6 +143,7 @@ COMMANDS = {
     f"{QWEN} --ep 7 --peak-load 4": "layer.ep_size: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7",
     f"{QWEN} --peak-load 4 --set emulate.device=h1000": "emulate.device: expected a path of a .yaml or one of a100",
     f"{QWEN} --peak-load 2 --trace no": "--trace, --peak-load: expected one of them",
+    f"{QWEN} --peak-load 2 --batch-peak-load 2": "--peak-load, --batch-peak-load: expected one of them",
     QWEN: "--trace, --peak-load: expected one, which says how busy experts are; got none",
     "advise CONFIG --ep 4": "--ep: expected none with a config",
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: [Errno 2] No such file",

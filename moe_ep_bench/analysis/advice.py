@@ -14,8 +14,8 @@ from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.analysis.store import read_document
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts import Assumption, JsonRecord, Rest
-from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, rest_words, said_once
+from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest
+from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, peak_words, rest_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 
@@ -130,6 +130,7 @@ class Answer(_Fact):
         fastest: the fastest candidate within the bounds, where none is picked.
         rest: of a pass, as it was modelled.
         plans: of replicas, where batches follow each other in time.
+        peaks: of drawn traffic.
     """
 
     comparison_id: str
@@ -143,6 +144,7 @@ class Answer(_Fact):
     fit: Fit | None = None
     rest: Rest | None = None
     plans: tuple[Upkeep, ...] = ()
+    peaks: PeakLoads | None = None
     variants: tuple[Variant, ...] = ()
 
     @model_validator(mode="after")
@@ -213,6 +215,8 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
         yield from _pick_lines(answer, pick)
     yield from map(_upkeep_line, answer.plans)
     yield from map(_variant_line, answer.variants)
+    if answer.peaks is not None and answer.peaks.traffic is not None and (words := peak_words(answer.peaks)):
+        yield f"{words[0].upper()}{words[1:]}."
 
 
 def _reason(answer: Answer) -> str:

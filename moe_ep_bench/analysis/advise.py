@@ -56,7 +56,7 @@ from moe_ep_bench.analysis.notes import (
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import NOT_EXECUTED
+from moe_ep_bench.facts import NOT_EXECUTED, PeakLoads, Workload
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
@@ -221,6 +221,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
         fit=fit,
         rest=rest,
+        peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
         plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
     )
 
@@ -290,7 +291,7 @@ def _table(rows: pd.DataFrame, title: str) -> Table:
 def _is_assumed(workload: Row) -> bool:
     """Whether somebody said how busy experts are, where nobody counted or recorded them."""
     known = workload.get("recording") or workload.get("skew") or workload["targets"].get("expert_loads")
-    return not known and "peak_load" in workload["targets"]
+    return not known and bool({"peak_load", "batch_peak_load"} & workload["targets"].keys())
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------

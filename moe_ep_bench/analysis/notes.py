@@ -16,8 +16,8 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.facts import ComparisonFacts, Conditions, TimedFacts
-from moe_ep_bench.facts.words import component_words, fit_words, graph_words, rest_words, skew_words
+from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, TimedFacts
+from moe_ep_bench.facts.words import component_words, fit_words, graph_words, peak_words, rest_words, skew_words
 from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -34,8 +34,6 @@ MAX_DRIFT = 0.1
 MOST_DROPPED = 0.95
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
-# Pairs of an expert, in the mean, of which chance alone makes a peak load of two.
-_FEW_PAIRS = 8
 WARNING = "warning: "
 
 FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
@@ -124,10 +122,11 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
     if facts.workload.padding:
         batches = routing(store).merge(_of(ok, "baseline")[CASE], on=CASE)
         padding = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
+    peaks = PeakLoads.of(facts.workload, _of(ok, "baseline")["fullest_expert"].mean())
     is_assumed = not isinstance(facts, TimedFacts) and facts.workload.scores_assumed
     return [
         ("{}", rows["workload_words"].iloc[0]),
-        ("{}", _by_chance(one, ok)),
+        ("{}", peaks and peak_words(peaks)),
         ("{}", layers_words(facts)),
         (
             "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
@@ -148,21 +147,14 @@ def layers_words(facts: ComparisonFacts) -> str:
     return skew_words(skew.layers) if skew is not None and skew.layers is not None else ""
 
 
-def _by_chance(one: Comparison, ok: pd.DataFrame) -> str:
-    """What of native's fullest expert is chance, where a batch has too few pairs to show what was asked for."""
-    facts = one.facts
-    if facts.workload.kind != "synthetic" or facts.num_tokens * facts.top_k > _FEW_PAIRS * facts.num_experts:
-        return ""
-    peak, target = _of(ok, "baseline")["fullest_expert"].mean(), facts.workload.targets.get("peak_load")
-    if target is None:
-        return f"no skew was asked for: native's fullest expert has {peak:.3g} x mean by chance, for tokens are few"
-    return f"peak load {target:g} is the target of each batch; few tokens add chance to it (native has {peak:.3g})"
-
-
 def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
     """Whether ranks' loads are those of a single draw, of which the title says nothing."""
     facts, targets = one.facts, one.facts.workload.targets
-    by_chance = targets.get("peak_load") and not targets.get("rank_load") and facts.num_ranks > 1
+    by_chance = (
+        (targets.get("peak_load") or targets.get("batch_peak_load"))
+        and not targets.get("rank_load")
+        and facts.num_ranks > 1
+    )
     return bool(by_chance) and rows["num_draws"].iloc[0] == 1 and not facts.workload.is_one_draw
 
 

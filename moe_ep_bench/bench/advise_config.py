@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
 # Flags that are keys of the config, and all that ask of a model; with a config ``--set`` changes a key.
-_KEYS = {"ep": "layer.ep_size", "peak_load": "workload.peak_load", "trace": "workload.trace"}
+_TRAFFIC = ("trace", "peak_load", "batch_peak_load")
+_KEYS = {"ep": "layer.ep_size", **{name: f"workload.{name}" for name in _TRAFFIC}}
 _FLAGS = ("model", "tokens", "decode_tokens", *_KEYS)
 # What ``advise`` decides by itself, whatever a config says.
 _OWN = ("policies", "claims", "measure", "figures", "layer.cuda_graph", "emulate.replication", "emulate.rebalance")
@@ -214,11 +216,11 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         raise UserError("--ep: expected a number beside --model, got none")
     for one, other, why in (
         ("tokens", "decode_tokens", "the first counts a batch of prefill, the second a step of decode"),
-        ("trace", "peak_load", "each says how busy experts are"),
+        *((*pair, "each says how busy experts are") for pair in combinations(_TRAFFIC, 2)),
     ):
         given = [name for name in (one, other) if getattr(options, name) is not None]
         if len(given) == 2 or (one == "tokens" and not given):
-            flags = f"--{one}, --{other.replace('_', '-')}"
+            flags = f"--{one}, --{other}".replace("_", "-")
             raise UserError(f"{flags}: expected one of them, for {why}; got {'both' if given else 'none'}")
     decode = options.decode_tokens is not None
     tokens = options.decode_tokens if decode else options.tokens
@@ -340,7 +342,7 @@ def _is_skewed(workload: SyntheticConfig | RecordedConfig) -> bool:
     """Something says how busy experts are."""
     if isinstance(workload, RecordedConfig):
         return True
-    return any([workload.skew, workload.skew_from, workload.peak_load, workload.balanced])
+    return any([workload.skew, workload.skew_from, workload.peak_load, workload.batch_peak_load, workload.balanced])
 
 
 def _may_overlap(experiment: Experiment) -> bool:

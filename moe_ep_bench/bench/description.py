@@ -242,7 +242,7 @@ def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float 
     targets = config.targets(experiment.model.preset, ep_size)
     if targets["rank_load"] is not None:
         return targets["rank_load"]["load"]
-    peak_load = targets["peak_load"]
+    peak_load = targets["peak_load"] or targets["batch_peak_load"]
     return None if peak_load is None else 1 + (peak_load - 1) / math.sqrt(num_experts / ep_size)
 
 

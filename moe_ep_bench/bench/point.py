@@ -339,14 +339,16 @@ class Point:
         if isinstance(config, SyntheticConfig):
             # The skew's load of the fullest rank may be of another EP size.
             placed = is_drawn(experiment, self.ep_size) and config.targets(preset)["rank_load"]
-            facts |= {"peak_load": config.peak_load, "is_one_draw": bool(placed)}
+            peaks = {name: getattr(config, name) for name in ("peak_load", "batch_peak_load")}
+            facts |= {**peaks, "is_one_draw": bool(placed)}
             if config.skew_from is not None:
                 layers = counted_layers(config.skew_from)
                 facts["counted"] = {"file": config.skew_from.name, "layer": config.layer, "num_layers": layers}
             elif config.skew is not None and config.skew not in PATTERNS:
                 skew = config.calibration(preset)
                 # A peak load in place of the skew's own is of no layer that was recorded.
-                own = skew.model_dump(mode="json", exclude_none=True, exclude={"layers"} if config.peak_load else None)
+                omitted = {"layers"} if any(peaks.values()) else None
+                own = skew.model_dump(mode="json", exclude_none=True, exclude=omitted)
                 facts["skew"] = {"name": config.skew, **own}
         return WorkloadFacts(**facts)
 

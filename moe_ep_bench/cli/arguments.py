@@ -64,7 +64,8 @@ advise  find the fastest policy within bounds on what it drops
   --dry-run  print candidates, traffic and the config; run nothing
   [traffic (one of these, or --set)]
   --trace FILE  a moe-trace-v1 recording
-  --peak-load X  load of the busiest expert over the mean
+  --peak-load X  load of the busiest expert over the mean, in the long run
+  --batch-peak-load X  the same of each batch, chance included
   [bounds (default: 10% dropped and 5% lost mass; if you give one, the other does not apply)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%
   --max-lost-mass SHARE  most score mass of the top-k lost, e.g. 1%

@@ -139,9 +139,11 @@ class SyntheticConfig(_Workload):
     layer: int | None = Field(None, ge=0, le=MOST)
     """Layer of ``skew_from``, or ``all``: a comparison each."""
     balanced: bool = False
-    """Every expert gets as many pairs, as with ``peak_load: 1``."""
+    """Every expert gets as many pairs."""
     peak_load: float | None = Field(None, ge=1)
-    """Load of the fullest expert over the mean."""
+    """Load of the fullest expert over the mean, in the long run."""
+    batch_peak_load: float | None = Field(None, ge=1)
+    """The same of each batch."""
     sequence_length: int = Field(128, ge=1, le=MOST)
     """1 = decode; 1 + L = with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
@@ -153,7 +155,7 @@ class SyntheticConfig(_Workload):
 
     @property
     def is_balanced(self) -> bool:
-        return self.balanced or self.peak_load == 1
+        return self.balanced or 1 in (self.peak_load, self.batch_peak_load)
 
     @property
     def is_step(self) -> bool:
@@ -171,8 +173,11 @@ class SyntheticConfig(_Workload):
             raise UserError("skew, skew_from: expected one of the two, got both")
         if (self.layer is None) != (self.skew_from is None):
             raise UserError("skew_from, layer: expected both or none, as the counts of a layer are taken; got one")
+        if None not in (self.peak_load, self.batch_peak_load):
+            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
         if self.balanced:
-            beside = {"skew", "skew_from", "peak_load", "rank_load", "neighbour_overlap"} & self.model_fields_set
+            loads = {"peak_load", "batch_peak_load", "rank_load"}
+            beside = {"skew", "skew_from", *loads, "neighbour_overlap"} & self.model_fields_set
             if beside:
                 raise UserError(f"balanced: prescribes all loads; expected no {', '.join(sorted(beside))}")
         if self.skew in PATTERNS:
@@ -200,10 +205,14 @@ class SyntheticConfig(_Workload):
                 targets["neighbour_overlap"] = None  # No token has neighbours.
         targets |= given
         # What is given beside a skew wins: a skew's cuts are of its own peak load, and of its own fullest rank.
-        if "peak_load" in given:
+        if self.batch_peak_load is not None:
+            targets["peak_load"] = None
+        if "peak_load" in given or self.batch_peak_load is not None:
             targets.pop("cuts", None)
+        if targets["peak_load"] is None and targets["batch_peak_load"] is None and "rank_load" not in given:
+            targets["rank_load"] = None  # No expert is busier than another.
         if self.is_balanced:
-            targets |= {"peak_load": 1.0, "rank_load": None, "neighbour_overlap": None}
+            targets |= {"peak_load": 1.0, "batch_peak_load": None, "rank_load": None, "neighbour_overlap": None}
             if ep_size is not None and ep_size > 1:
                 targets["rank_load"] = {"ep_size": ep_size, "load": 1.0}
         if self.skew_from is not None and self.layer is not None:

@@ -8,6 +8,7 @@ Shapes: R = expert-parallel ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -78,6 +79,7 @@ class SkewFacts(JsonRecord):
     of: str | None = None  # whose, where that is not this model
     basis: str  # of its targets: recorded, published, assumed
     source: str
+    num_tokens: Count | None = None  # over which loads were measured; None = unknown
     layers: SkewLayers | None = None
 
 
@@ -85,12 +87,39 @@ class Targets(JsonRecord):
     """What a synthetic workload was solved to; what was left to chance is absent."""
 
     pattern: str | None = None
-    peak_load: float | None = None
+    peak_load: float | None = None  # of the traffic, in the long run
+    batch_peak_load: float | None = None  # of each batch
     topk_share: float | None = None
     neighbour_overlap: float | None = None
     rank_load: dict[str, float] | None = None  # of the fullest rank, by the number of ranks
     cuts: dict[str, list[float | None]] | None = None  # by capacity factor: dropped share, fullest rank left
     expert_loads: list[float] | None = None
+
+
+class PeakLoads(JsonRecord):
+    """Load of the busiest expert over the mean: the traffic's, and that of native's batches, which adds chance.
+
+    Attributes:
+        traffic: in the long run, as it was asked for; None = without a skew.
+        batches: native's fullest expert, mean over batches.
+    """
+
+    traffic: float | None
+    batches: float
+
+    @staticmethod
+    def of(workload: Workload, batches: float) -> PeakLoads | None:
+        """Those of drawn traffic; None where batches have no other peak than was asked for."""
+        targets = workload.targets
+        if workload.kind != "synthetic" or workload.is_balanced or {"pattern", "batch_peak_load"} & targets.keys():
+            return None
+        loads = targets.get("expert_loads")
+        traffic = targets.get("peak_load") if loads is None else max(loads) * len(loads) / sum(loads)
+        return None if math.isnan(batches) else PeakLoads(traffic=traffic, batches=batches)
+
+    def have_chance(self) -> bool:
+        """Whether chance raises batches' peak loads: by a tenth, or without a skew to two."""
+        return self.batches >= (2 if self.traffic is None else 1.1 * self.traffic)
 
 
 class Counted(JsonRecord):
@@ -112,7 +141,7 @@ class Workload(JsonRecord):
         order: in which recorded requests come.
         num_history: batches ahead of these, which plans know.
         tail_model: how scores beyond a recorded top-k are filled in; None = nothing is.
-        peak_load: as it was asked for, beside a skew or alone.
+        peak_load, batch_peak_load: as it was asked for, beside a skew or alone.
         is_one_draw: which experts share a rank was left to chance, and decides the load of ranks.
         seeds, layers: where comparisons were joined, those of all.
         description: as earlier versions composed it.
@@ -129,6 +158,7 @@ class Workload(JsonRecord):
     num_history: NonNegativeInt = 0
     layer: NonNegativeInt | None = None
     peak_load: float | None = None
+    batch_peak_load: float | None = None
     is_balanced: bool = False
     is_one_draw: bool = False
     counted: Counted | None = None

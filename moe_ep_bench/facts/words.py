@@ -25,6 +25,7 @@ from moe_ep_bench.facts import (
     LinksFacts,
     MeasuredBy,
     ModelExtent,
+    PeakLoads,
     Recording,
     Rest,
     RoutedFacts,
@@ -461,7 +462,18 @@ def graph_words(facts: TimedFacts) -> str:
 
 def basis_words(skew: SkewFacts) -> str:
     """What a named skew was calibrated to."""
-    return f"calibrated to {skew.name} ({skew.basis}: {skew.source})"
+    tokens = "unknown" if skew.num_tokens is None else f"{skew.num_tokens:,}"
+    return f"calibrated to {skew.name} ({skew.basis}: {skew.source}; tokens: {tokens})"
+
+
+def peak_words(peaks: PeakLoads) -> str:
+    """What of native's fullest expert is chance; empty where little is."""
+    if not peaks.have_chance():
+        return ""
+    if peaks.traffic is None:
+        return f"no skew was asked for: native's fullest expert has {peaks.batches:.3g} x mean by chance"
+    mean = f"{peaks.batches:.3g} on average by popularity and chance"
+    return f"peak load {peaks.traffic:.4g} is of the traffic in the long run; native's batches have {mean}"
 
 
 def skew_words(layers: SkewLayers) -> str:
@@ -527,7 +539,7 @@ def sizes_words(facts: Subject) -> str | None:
 
 def traffic_words(workload: Workload) -> str:
     """Where tokens come from: a skew, or recordings with their stage; and the padding."""
-    skew, counted, peak = workload.skew, workload.counted, workload.peak_load
+    skew, counted, peak = workload.skew, workload.counted, _peak_words(workload)
     if workload.recording is not None:
         domains = " + ".join(source.domain for source in workload.recording.sources)
         words = f"{domains}, {workload.stage}, {_tail_words(workload)}"
@@ -535,16 +547,23 @@ def traffic_words(workload: Workload) -> str:
         words = "balanced loads"
     elif (pattern := workload.targets.get("pattern") if skew is None else skew.name) is not None:
         words = pattern.replace("_", " ") + (f" skew of {skew.of}" if skew is not None and skew.of else "")
-        words += "" if peak is None else f", peak load {peak:g}"
+        words += peak and f", {peak}"
     elif counted is not None:
         words = f"loads of {_layer_words(counted.layer, workload.layers)} of {counted.file}"
     else:
-        words = "no skew" if peak is None else f"peak load {peak:g}"
+        words = peak or "no skew"
     if workload.is_one_draw:
         draws = f"{len(workload.seeds)} draws" if workload.seeds else "one draw"
         words += f", experts placed at random, {draws}"
     num_padding = (workload.padding or {}).get("per_rank")
     return words + (f", {num_padding:,} padding a rank" if num_padding else "")
+
+
+def _peak_words(workload: Workload) -> str:
+    """The peak load that was asked for; empty where none was."""
+    if workload.batch_peak_load is not None:
+        return f"peak load {workload.batch_peak_load:g} in each batch"
+    return "" if workload.peak_load is None else f"peak load {workload.peak_load:g}"
 
 
 def workload_words(facts: ComparisonFacts) -> str:
@@ -584,6 +603,7 @@ def _target_words(workload: Workload) -> Iterator[str]:
         "pattern": targets.get("pattern"),
         "balanced": "loads" if workload.is_balanced else None,
         "peak load": None if workload.is_balanced else targets.get("peak_load"),
+        "batch peak load": None if workload.is_balanced else targets.get("batch_peak_load"),
         "experts' loads": None if targets.get("expert_loads") is None else "as counted",
         "rank load": next((f"{load:g} on {ranks} ranks" for ranks, load in loads.items()), None),
         **{f"dropped at factor {factor}": f"{cut[0]:.1%}" for factor, cut in (targets.get("cuts") or {}).items()},

@@ -53,6 +53,7 @@ class Stream(IntEnum):
     TAIL = 3
     HOT_RANK = 5
     PLACES = 6
+    REFERENCE = 7
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:
@@ -162,32 +163,40 @@ def separate_ties(scores_TE: NDArray[np.float32], order_TE: NDArray[np.float64])
 
 
 def gumbel_noise(
-    seed: int, batch: int, runs: Sequence[Run], num_experts: int, *, sequence_length: int = 1, copying: float = 0.0
+    seed: int,
+    batch: int,
+    runs: Sequence[Run],
+    num_experts: int,
+    *,
+    sequence_length: int = 1,
+    copying: float = 0.0,
+    stream: Stream = Stream.NOISE,
 ) -> Iterator[NDArray[np.float64]]:
     """Make Gumbel noise of some rows, in chunks: float64 [up to ``rows_at_once``, E].
 
     Args:
         runs: ascending.
+        stream: of batches; or of the reference draw, whose only batch is 0.
         copying: the probability with which a row copies a number of the row before it in its sequence.
     """
-    before_row, before_E = -1, np.empty(num_experts)
+    key, before_row, before_E = (seed, stream, batch), -1, np.empty(num_experts)
     at_once = rows_at_once(num_experts)
     for chunk in in_chunks(runs, at_once):
         parts = []
         for run in chunk:
             ahead = run.first % sequence_length if copying and run.first - 1 != before_row else 0
             for (missing,) in in_chunks([Run(run.first - ahead, run.first)], at_once):  # of a sequence that is cut
-                before_E = _noise_rows(seed, batch, missing, before_E, sequence_length, copying)[-1]
-            parts.append(_noise_rows(seed, batch, run, before_E, sequence_length, copying))
+                before_E = _noise_rows(key, missing, before_E, sequence_length, copying)[-1]
+            parts.append(_noise_rows(key, run, before_E, sequence_length, copying))
             before_row, before_E = run.end - 1, parts[-1][-1]
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _noise_rows(
-    seed: int, batch: int, run: Run, before_E: NDArray[np.float64], sequence_length: int, copying: float
+    key: tuple[int, Stream, int], run: Run, before_E: NDArray[np.float64], sequence_length: int, copying: float
 ) -> NDArray[np.float64]:
     """Make noise of which each row copies some from the row before it, and the first of a sequence nothing."""
-    uniform_TE = uniform_rows(seed, Stream.NOISE, batch, run.first, run.end, len(before_E))
+    uniform_TE = uniform_rows(*key, run.first, run.end, len(before_E))
     if not copying:
         return _gumbel(uniform_TE)
     starts = range(-run.first % sequence_length, run.num_rows, sequence_length)

@@ -21,8 +21,9 @@ from moe_ep_bench.placement import pack
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload.scores import chosen_experts
 
-# A batch's peak load is met to within this share of the target, or to one token; a rank's load to within the second.
-TOLERANCE, RANK_LOAD_TOLERANCE = 0.01, 0.02
+# A batch's peak load is met to within this share of the target, or to one token; a rank's load to within the second;
+# the traffic's loads to within the third.
+TOLERANCE, RANK_LOAD_TOLERANCE, LONG_RUN_TOLERANCE = 0.01, 0.02, 1e-3
 _SHARE_TOLERANCE, _COPYING_TOLERANCE = 1e-4, 2e-3
 # The sharpness: from flat scores to one-hot ones, beyond float32 in any case.
 _LEAST_SHARPNESS, _GREATEST_SHARPNESS = 1e-4, 1e4
@@ -34,8 +35,9 @@ _MEAN = 1.0
 _MOST_LACKING, _USUAL_FALL, _FALLS = 0.98, 0.8, (0.05, 40.0)
 # Places of experts: starts, and exchanges tried from each.
 _STARTS, _EXCHANGES = 24, 6000
-# Rounds of solving for every expert's load; and log odds that no noise outweighs.
-_MOST_ROUNDS, _NEVER = 50, 60.0
+# Rounds of solving for every expert's load; log odds that no noise outweighs; shares of tokens nearer to none or all
+# are taken for this one; loads over the mean below which tolerances are those of this load.
+_MOST_ROUNDS, _NEVER, _LEAST_SHARE, _COLD = 50, 60.0, 1e-6, 0.05
 # Neighbours that copy with a greater probability are equal.
 _MOST_COPYING = 0.9999
 
@@ -63,60 +65,71 @@ def root(value: Callable[[float], float], target: float, low: float, high: float
 
 
 def solve_strength(
-    loads: Callable[[float], NDArray[np.int64]], peak_load: float, num_tokens: int, most: float
+    loads: Callable[[float], NDArray[np.float64]], peak_load: float, most: float, num_tokens: int | None = None
 ) -> float:
     """Find the strength of popularity at which the busiest expert gets ``peak_load`` times the mean load.
 
-    A greater strength swaps one token's choice at a time. So the busiest load moves in steps of one token, and the
-    result is within ``TOLERANCE`` or a token of the target.
+    In a batch a greater strength swaps one token's choice at a time. So the busiest load moves in steps of one token,
+    and the result is within ``TOLERANCE`` or a token of the target.
 
     Args:
-        loads: the experts' loads, [E], at a strength; 0 is noise alone.
+        loads: the experts' loads over the mean, [E], at a strength; 0 is noise alone.
         most: the greatest peak load there is, experts / top_k.
+        num_tokens: of the batch whose loads these are; None = the traffic's.
 
     Raises:
         ValueError: noise alone gives more than ``peak_load``, or no strength gives as much; the range.
     """
-    busiest = functools.cache(lambda strength: int(loads(strength).max()))
-    alone_E = loads(0.0)
-    mean_load = alone_E.sum() / len(alone_E)
-    target = peak_load * mean_load
-    tolerance = max(TOLERANCE * target, 1.0)
-    if alone_E.max() > target + tolerance:
-        least = math.ceil(alone_E.max() / mean_load * 1000) / 1000
+    busiest = functools.cache(lambda strength: float(loads(strength).max()))
+    tolerance = LONG_RUN_TOLERANCE * peak_load
+    if num_tokens is not None:
+        tolerance = max(TOLERANCE * peak_load, most / num_tokens)
+    if busiest(0.0) > peak_load + tolerance:
+        least = math.ceil(busiest(0.0) * 1000) / 1000
         raise UserError(
-            f"peak_load: expected {least:g} to {most:g} (what noise alone gives with {num_tokens} "
-            f"tokens, to experts / top_k), got {peak_load:g}"
+            f"batch_peak_load: expected {least:g} to {most:g} (what noise alone gives with {num_tokens} tokens, to "
+            f"experts / top_k), got {peak_load:g}; peak_load is of the traffic, to which few tokens add chance"
         )
-    if alone_E.max() >= target - tolerance:
+    if busiest(0.0) >= peak_load - tolerance:
         return 0.0
     high = 0.5
     # Ends: with strength enough the most popular expert is every token's.
-    while busiest(high) < target - tolerance:
+    while busiest(high) < peak_load - tolerance:
         high *= 2
         if high > _GREATEST_STRENGTH:
-            raise UserError(f"peak_load: expected at most {busiest(high) / mean_load:.3g}, got {peak_load:g}")
-    return root(busiest, target, high / 2 if high > 0.5 else 0.0, high, tolerance)
+            raise UserError(f"peak_load: expected at most {busiest(high):.3g}, got {peak_load:g}")
+    return root(busiest, peak_load, high / 2 if high > 0.5 else 0.0, high, tolerance)
 
 
 def solve_loads(
-    loads: Callable[[NDArray[np.float64]], NDArray[np.int64]], wanted_E: NDArray[np.float64]
+    loads: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    wanted_E: NDArray[np.float64],
+    most: float,
+    num_tokens: int | None = None,
 ) -> NDArray[np.float64]:
-    """Find the log odds at which experts get the loads that are wanted, each to ``TOLERANCE`` or two tokens.
+    """Find the log odds at which experts get the loads that are wanted, each to ``LONG_RUN_TOLERANCE`` or two tokens.
 
-    An expert's odds are raised by as much as it lacks, over and over; what is left after ``_MOST_ROUNDS`` is reported
-    as achieved.
+    An expert that takes a share p of the tokens has arrived in their races with a hazard of -log(1 - p). Its odds are
+    raised by as much as the hazard lacks, over and over; what is left after ``_MOST_ROUNDS`` is reported as achieved.
 
     Args:
-        loads: the experts' loads, [E], by log odds.
-        wanted_E: in tokens; experts without any are never chosen.
+        loads: the experts' loads over the mean, [E], by log odds.
+        wanted_E: over the mean; experts without any are never chosen.
+        most: the greatest load over the mean there is, experts / top_k.
+        num_tokens: in which loads are counted; None = expected ones.
     """
-    bias_E = np.where(wanted_E > 0, np.log(np.maximum(wanted_E, 1e-9)), -_NEVER)
+    least, token = (_LEAST_SHARE, 0.0) if num_tokens is None else (0.5 / num_tokens, most / num_tokens)
+
+    def log_hazard(load_E: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.log(-np.log1p(-np.clip(load_E / most, least, 1 - least)))
+
+    bias_E = np.where(wanted_E > 0, log_hazard(wanted_E), -_NEVER)
     for _ in range(_MOST_ROUNDS):
         load_E = loads(bias_E)
-        if (np.abs(load_E - wanted_E) <= np.maximum(TOLERANCE * wanted_E, 2.0)).all():
+        tolerance_E = np.maximum(LONG_RUN_TOLERANCE * np.maximum(wanted_E, _COLD), 2 * token)
+        if (np.abs(load_E - wanted_E) <= tolerance_E).all():
             break
-        bias_E += np.where(wanted_E > 0, np.log((wanted_E + 0.5) / (load_E + 0.5)), 0.0)
+        bias_E += np.where(wanted_E > 0, log_hazard(wanted_E) - log_hazard(load_E), 0.0)
     return bias_E
 
 
@@ -163,7 +176,7 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     it, the next start takes one more of the coldest. The others share the rest as evenly as ``placement.pack`` does it.
 
     Args:
-        load_E: load of each expert as drawn.
+        load_E: load of each expert as drawn, in any unit.
         hot_rank: which rank is to be the fullest.
 
     Returns:

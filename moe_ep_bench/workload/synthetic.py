@@ -5,18 +5,25 @@ expert, noise a Gumbel number for each token and expert. A neighbour copies each
 with one probability, so that texts share experts as real ones do, and each token alone is distributed as before. Each
 target has a number of the recipe to itself (``solving``), so they are met one after the other:
 
-* *peak load*, the busiest expert's load over the mean: the strength of popularity; every batch
-* *expert loads*, as they were counted: each expert's log odds, in place of popularity; every batch
+* *peak load*, the busiest expert's load over the mean: the strength of popularity
+* *expert loads*, as they were counted: each expert's log odds, in place of popularity
 * *cuts*, what capacities drop and leave on the fullest rank: loads that have these numbers and the peak load
   (``solving.load_profile``, ``place_for_cuts``), met as expert loads are; which expert has which load is drawn
-* *rank load*, the fullest rank's load over the mean: which experts share that rank; on batch 0
-* *neighbour overlap*, how many experts adjacent tokens of a sequence share: the copying; on batch 0
-* *top-k share* of the score mass: the sharpness, which leaves every choice as it is; every batch
+* *rank load*, the fullest rank's load over the mean: which experts share that rank
+* *neighbour overlap*, how many experts adjacent tokens of a sequence share: the copying
+* *top-k share* of the score mass: the sharpness, which leaves every choice as it is
 
-Solving for a batch takes the rows at its beginning that hold ``SOLVED_SCORES`` scores: all of it up to 262,144 tokens
-of 256 experts. A larger batch meets its targets on that part, and on the rest within sampling error (a peak load of 5
-among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
-routing says what all rows together came to.
+Targets are the *traffic's*, in the long run: the recipe is solved once, and every batch's tokens are drawn from it. A
+batch then has the traffic's loads within the chance of its tokens, and a peak of its own, the greater the fewer they
+are; native's routing says what it came to. Loads of experts are expected values (``long_run``), exact to a thousandth.
+What has no such form is solved on a reference draw, apart from the batches: the sharpness on ``_SHARPNESS_ROWS`` rows,
+the copying on ``_COPYING_ROWS``, and loads of models that route by groups on ``_REFERENCE_ROWS``: with 256 experts,
+top-8, chance moves their peak by a standard deviation of 1.6 % at most, for the draw's own unevenness is taken off.
+
+*Batch peak load* is solved in each batch instead: its own busiest expert has that load, and the other targets are met
+in batches too, rank load and neighbour overlap in batch 0. That takes the rows at its beginning that hold
+``SOLVED_SCORES`` scores: all of it up to 262,144 tokens of 256 experts. Few tokens have more by chance alone, which is
+refused.
 
 *Balanced* traffic, a peak load of 1, is dealt: each expert gets exactly T K / E pairs, as under Megatron-Core's
 ``moe_router_force_load_balancing``, TensorRT-LLM's ``--perfect_router`` and in most tables of kernels.
@@ -38,7 +45,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +56,7 @@ from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import solving, token_imbalance
 from moe_ep_bench.workload.batch import Workload, balanced_scores
+from moe_ep_bench.workload.long_run import long_run_loads
 from moe_ep_bench.workload.scores import (
     Chunks,
     Run,
@@ -62,12 +71,22 @@ from moe_ep_bench.workload.scores import (
 )
 from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
 
-# Targets are solved for on so many scores of a batch at most: half a GiB of noise.
+# A batch peak load is solved for on so many scores of a batch at most: half a GiB of noise.
 SOLVED_SCORES = 2**26
+# Rows of the reference draw on which loads are solved, where groups of experts are compared by score.
+_REFERENCE_ROWS = 2**15
 # Sharpness is solved on at most so many rows; where groups are compared by score, in so many rounds with the strength.
 _SHARPNESS_ROWS, _ROUNDS_WITH_GROUPS = 4096, 3
-# The copying is solved on so many rows, twice, under a popularity that is solved on so many at least.
+# The copying is solved on so many rows. With a batch peak load that is done twice: tokens that are alike have more of a
+# peak by chance, and so less of a popularity, which is solved on so many tokens at least.
 _COPYING_ROWS, _LEAST_TOKENS = (2048, 8192), 1024
+
+
+class Recipe(NamedTuple):
+    """What makes scores of noise: log odds of the experts as drawn, float64 [E], and the sharpness."""
+
+    bias_E: NDArray[np.float64]
+    sharpness: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +97,18 @@ class SyntheticWorkload(Workload):
         num_experts, top_k, num_groups, top_groups: of the model.
         num_tokens: tokens in a batch, all ranks together.
         expert_loads: of each expert in its place, in relation to each other; in place of any other skew.
-        rank_load: (number of contiguous ranks, load of the fullest over the mean).
+        rank_load: (number of contiguous ranks, load of the fullest over the mean); takes some skew, for without one all
+            experts are as busy in the long run.
         cuts: what Token Drop leaves of the loads, all ranks' tokens together: (capacity factor, dropped share, load of
             the fullest rank over the mean before the cut); with a peak load, one of factor 1 and one above it.
-        peak_load: load of the busiest expert over the mean; 1 = every expert gets as many pairs.
+        peak_load: load of the busiest expert over the mean, in the long run; 1 = every expert gets as many pairs.
+        batch_peak_load: the same of each batch, in place of ``peak_load``.
         pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
 
     Raises:
-        ValueError: fields that do not go together. What a batch's noise does not allow is found when a batch is made,
-            and the message gives what can be met.
+        ValueError: fields that do not go together. What cannot be met is found when a batch is made, and the message
+            gives what can.
     """
 
     num_experts: int
@@ -97,6 +118,7 @@ class SyntheticWorkload(Workload):
     sequence_length: int
     seed: int
     peak_load: float | None = None
+    batch_peak_load: float | None = None
     rank_load: tuple[int, float] | None = None
     expert_loads: tuple[float, ...] | None = None
     cuts: tuple[tuple[float, float, float | None], ...] = ()
@@ -114,10 +136,14 @@ class SyntheticWorkload(Workload):
         if self.pattern in TOKEN_IMBALANCE:
             token_imbalance.check(self.pattern, self.num_experts, self.top_k)
         most = self.num_experts / self.top_k
-        if self.peak_load is not None and not 1 <= self.peak_load <= most:
-            raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
+        peaks = {name: getattr(self, name) for name in ("peak_load", "batch_peak_load")}
+        for name, load in peaks.items():
+            if load is not None and not 1 <= load <= most:
+                raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {load:g}")
+        if None not in peaks.values():
+            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
         if self.expert_loads is not None:
-            if self.peak_load is not None or self.rank_load is not None:
+            if self.rank_load is not None or any(peaks.values()):
                 raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
             if len(self.expert_loads) != self.num_experts:
                 got = len(self.expert_loads)
@@ -137,6 +163,9 @@ class SyntheticWorkload(Workload):
         if self.num_experts % num_ranks:
             expected = f"a number of ranks from 2 on that divides the {self.num_experts} experts"
             raise UserError(f"rank_load: expected {expected}, got {num_ranks}")
+        if load > 1 and self._is_even:
+            why = "without one all experts are as busy in the long run"
+            raise UserError(f"rank_load: expected a peak_load beside it, for {why}; got {load:g} alone")
         if load > num_ranks:
             raise UserError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
         if self.num_groups is not None and self.cuts:
@@ -147,7 +176,13 @@ class SyntheticWorkload(Workload):
     @property
     def is_balanced(self) -> bool:
         """Every expert gets as many pairs."""
-        return self.peak_load == 1
+        return 1 in (self.peak_load, self.batch_peak_load)
+
+    @property
+    def _is_even(self) -> bool:
+        """No expert is more popular than another."""
+        skewed = self.peak_load, self.batch_peak_load, self.expert_loads
+        return self.is_balanced or all(one is None for one in skewed)
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -161,10 +196,11 @@ class SyntheticWorkload(Workload):
                 yield softmax(self._patterned(noise_TE, index, row_T[first : first + len(noise_TE)]))
                 first += len(noise_TE)
             return
-        bias_E, sharpness = self._recipe(index)
-        row_T, first = row_numbers(runs), 0
-        for noise_TE in self._noise(index, runs):
-            logits_TE = noise_TE + bias_E
+        recipe, row_T, first = self._recipe(index), row_numbers(runs), 0
+        bias_E, sharpness = recipe.bias_E[self._placement], recipe.sharpness
+        rule = {"sequence_length": self.sequence_length, "copying": self._copying}
+        for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts, **rule):
+            logits_TE = noise_TE[:, self._placement] + bias_E  # An expert takes its noise along to its place.
             scores_TE = softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
             if self.is_balanced:
                 rows = torch.from_numpy(row_T[first : first + len(scores_TE)])
@@ -194,13 +230,7 @@ class SyntheticWorkload(Workload):
             return None
         return token_imbalance.checksum(self.pattern, self.num_batches, *self._sizes, ep_size)
 
-    def _noise(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float64]]:
-        """Make noise of the expert at each index, in chunks; an expert takes its noise along to its place."""
-        rule = {"sequence_length": self.sequence_length, "copying": self._copying}
-        for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts, **rule):
-            yield noise_TE if self._wanted_loads is not None or self.rank_load is None else noise_TE[:, self._placement]
-
-    # ---- what holds for all batches, solved on batch 0 ---------------------------------------------------------------
+    # ---- what holds for all batches ----------------------------------------------------------------------------------
 
     @cached_property
     def _popularity(self) -> NDArray[np.float64]:
@@ -209,9 +239,9 @@ class SyntheticWorkload(Workload):
 
     @cached_property
     def _wanted_loads(self) -> NDArray[np.float64] | None:
-        """Loads of the experts in their places, in relation to each other: float64 [E]; None = by popularity."""
+        """Loads over the mean of the experts in their places: float64 [E]; None = by popularity."""
         if self.expert_loads is not None:
-            return np.array(self.expert_loads)
+            return np.array(self.expert_loads) / np.mean(self.expert_loads)
         if not self.cuts or self.peak_load is None:
             return None
         load_E = solving.load_profile(
@@ -226,86 +256,106 @@ class SyntheticWorkload(Workload):
 
     @cached_property
     def _copying(self) -> float:
-        """The probability with which neighbours copy noise, solved under the popularity of batch 0.
-
-        Peak loads of tokens that are alike vary more, so that popularity weighs a little less: hence a second round.
-        """
-        copying = 0.0
-        for num_rows in _COPYING_ROWS if self.neighbour_overlap is not None else ():
-            noise = self._first_noise(self._solved_part(max(self.num_tokens, _LEAST_TOKENS)), copying)
-            shared = partial(self._shared, self._bias(list(noise), self._popularity), num_rows)
+        """The probability with which neighbours copy noise."""
+        copying, of_batches = 0.0, self.batch_peak_load is not None
+        for num_rows in _COPYING_ROWS[0 if of_batches else 1 :] if self.neighbour_overlap is not None else ():
+            noise = self._solved_noise(0, copying, _LEAST_TOKENS)
+            shared = partial(self._shared, self._bias(noise), num_rows)
             copying = solving.solve_copying(shared, self.neighbour_overlap, self.top_k, or_chance=self.or_chance)
         return copying
 
     def _shared(self, bias_E: NDArray[np.float64], num_rows: int, copying: float) -> float:
-        """Experts that neighbours share, mean over the first rows of batch 0, or of one that would have so many."""
-        noise = self._first_noise(Run(0, num_rows), copying)
+        """Experts that neighbours share, mean over so many rows."""
+        noise = self._drawn_noise(0, num_rows, copying)
         map_TE = np.concatenate([chosen_experts(noise_TE + bias_E, self.selection) for noise_TE in noise])
         sequence_id_T = torch.arange(num_rows) // self.sequence_length
         pairs, num_shared = shared_by_neighbours(torch.from_numpy(map_TE), sequence_id_T)
         return num_shared / pairs
 
     @cached_property
-    def _placement(self) -> NDArray[np.int64]:
-        """Which drawn expert stands at each index, for good: int64 [E]."""
-        if self.rank_load is None or self.is_balanced:
-            return np.arange(self.num_experts)
-        noise = list(self._first_noise(self._solved_part(self.num_tokens), self._copying))
-        load_E = expert_loads(noise, self._bias(noise, self._popularity), self.selection)
-        num_ranks, load = self.rank_load
+    def _placement(self) -> NDArray[np.int64] | slice:
+        """Which drawn expert stands at each index, for good: int64 [E], or a slice of all as they were drawn."""
+        if self.rank_load is None or self._is_even or self._wanted_loads is not None:
+            return slice(None)
+        recipe, (num_ranks, load) = self._recipe(0), self.rank_load
+        load_E = self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
+        load_E = np.rint(1e6 * load_E).astype(np.int64)  # Whole numbers tie, and add up, alike on all machines.
         hot_rank = int(generator(self.seed, Stream.HOT_RANK).integers(num_ranks))
         if self.num_groups is not None:
             return solving.place_in_groups(load_E, num_ranks, load, hot_rank, self.num_groups)
         return solving.place_for_rank_load(load_E, num_ranks, load, hot_rank)
 
-    def _first_noise(self, run: Run, copying: float) -> Iterator[NDArray[np.float64]]:
-        """Make noise of batch 0, of the experts as drawn."""
-        rule = {"sequence_length": self.sequence_length, "copying": copying}
-        return gumbel_noise(self.seed, 0, [run], self.num_experts, **rule)
-
-    def _solved_part(self, num_tokens: int) -> Run:
-        """The rows that targets are solved on, of so many: all, or as many whole chunks as may be."""
-        at_once = rows_at_once(self.num_experts)
-        return Run(0, min(num_tokens, max(1, SOLVED_SCORES // (at_once * self.num_experts)) * at_once))
-
-    # ---- recipes of batches ------------------------------------------------------------------------------------------
+    # ---- recipes -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _recipes(self) -> dict[int, tuple[NDArray[np.float64], float]]:
-        """By batch the experts' log odds, float64 [E], and the sharpness."""
+    def _recipes(self) -> dict[int, Recipe]:
+        """By batch, where these have a peak load of their own; else all batches' under 0."""
         return {}
 
-    def _recipe(self, index: int) -> tuple[NDArray[np.float64], float]:
-        if index in self._recipes:
-            return self._recipes[index]
-        noise = list(self._noise(index, [self._solved_part(self.num_tokens)]))
-        popularity_E, sharpness = self._popularity, 1.0
-        if self._wanted_loads is None:
-            popularity_E = popularity_E[self._placement]
+    def _recipe(self, index: int) -> Recipe:
+        index = 0 if self.batch_peak_load is None else index
+        if index not in self._recipes:
+            self._recipes[index] = self._solved(self._solved_noise(index, self._copying))
+        return self._recipes[index]
+
+    def _solved(self, noise: Chunks) -> Recipe:
+        if self.topk_share is None:
+            return Recipe(self._bias(noise), 1.0)
+        sharpness, step = 1.0, -(-sum(map(len, noise)) // _SHARPNESS_ROWS)
         # How sharp scores are has no part in choosing experts, except where groups of them are compared by score.
-        for _ in range(1 if self.num_groups is None or self.topk_share is None else _ROUNDS_WITH_GROUPS):
-            bias_E = self._bias(noise, popularity_E, sharpness)
-            if self.topk_share is not None:
-                step = -(-sum(map(len, noise)) // _SHARPNESS_ROWS)
-                logits_TE = np.concatenate(noise)[::step] + bias_E
-                sharpness = solving.solve_sharpness(logits_TE, self.selection, self.topk_share)
-        self._recipes[index] = bias_E, sharpness
-        return bias_E, sharpness
+        for _ in range(1 if self.num_groups is None else _ROUNDS_WITH_GROUPS):
+            bias_E = self._bias(noise, sharpness)
+            logits_TE = np.concatenate(noise)[::step] + bias_E
+            sharpness = solving.solve_sharpness(logits_TE, self.selection, self.topk_share)
+        return Recipe(bias_E, sharpness)
 
-    def _bias(self, noise: Chunks, popularity_E: NDArray[np.float64], sharpness: float = 1.0) -> NDArray[np.float64]:
-        """Solve for the experts' log odds."""
-
-        def loads(bias_E: NDArray[np.float64]) -> NDArray[np.int64]:
-            return expert_loads(noise, bias_E, self.selection, sharpness)
-
-        num_tokens = sum(map(len, noise))
-        if self._wanted_loads is not None:
-            return solving.solve_loads(loads, self._wanted_loads * (num_tokens * self.top_k / self._wanted_loads.sum()))
-        if self.peak_load is None or self.is_balanced:
+    def _bias(self, noise: Chunks, sharpness: float = 1.0) -> NDArray[np.float64]:
+        """Solve for the log odds of the experts as drawn."""
+        if self._is_even:
             return np.zeros(self.num_experts)
-        most = self.num_experts / self.top_k
-        strength = solving.solve_strength(lambda by: loads(by * popularity_E), self.peak_load, num_tokens, most)
-        return strength * popularity_E
+        loads = partial(self._loads, noise, sharpness=sharpness)
+        most, of_batches = self.num_experts / self.top_k, self.batch_peak_load is not None
+        num_tokens = sum(map(len, noise)) if of_batches or self.num_groups is not None else None
+        if self._wanted_loads is not None:
+            return solving.solve_loads(loads, self._wanted_loads, most, num_tokens)
+        of_strength = cache(lambda strength: loads(strength * self._popularity))
+        # In the long run, unskewed traffic has no peak: a reference draw that has one has it by chance.
+        chance_E = 0.0 if of_batches else of_strength(0.0) - 1
+        strength = solving.solve_strength(
+            lambda strength: of_strength(strength) - chance_E,
+            self.batch_peak_load or self.peak_load,
+            most,
+            num_tokens if of_batches else None,
+        )
+        return strength * self._popularity
+
+    def _loads(self, noise: Chunks, bias_E: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
+        """Loads over the mean, float64 [E]: counted under some noise, or expected where there is a closed form."""
+        if self.batch_peak_load is None and self.num_groups is None:
+            return long_run_loads(bias_E, self.top_k)
+        load_E = expert_loads(noise, bias_E, self.selection, sharpness)
+        return load_E / load_E.mean()
+
+    def _solved_noise(self, index: int, copying: float, least: int = 0) -> list[NDArray[np.float64]]:
+        """The noise that recipes are solved on: of the reference draw as many rows as it takes, or a batch's own.
+
+        Args:
+            index: of a batch with a peak load of its own: as many whole chunks as may be, or all.
+            least: as many tokens as the batch has at least, or would have.
+        """
+        if self.batch_peak_load is not None:
+            at_once = rows_at_once(self.num_experts)
+            most = max(1, SOLVED_SCORES // (at_once * self.num_experts)) * at_once
+            return list(self._drawn_noise(index, min(max(self.num_tokens, least), most), copying))
+        if self.num_groups is not None and not self._is_even:
+            return list(self._drawn_noise(0, _REFERENCE_ROWS, 0.0))
+        return list(self._drawn_noise(0, 0 if self.topk_share is None else _SHARPNESS_ROWS, 0.0))
+
+    def _drawn_noise(self, index: int, num_rows: int, copying: float) -> Iterator[NDArray[np.float64]]:
+        """Make the first rows of a batch's noise, or of the reference draw's, of the experts as drawn."""
+        stream = Stream.REFERENCE if self.batch_peak_load is None else Stream.NOISE
+        rule = {"sequence_length": self.sequence_length, "copying": copying, "stream": stream}
+        return gumbel_noise(self.seed, index, [Run(0, num_rows)], self.num_experts, **rule)
 
     # ---- facts -------------------------------------------------------------------------------------------------------
 
@@ -328,7 +378,10 @@ class SyntheticWorkload(Workload):
         asked["rank_load"] = None if self.rank_load is None else {str(self.rank_load[0]): self.rank_load[1]}
         asked["cuts"] = {f"{factor:g}": [share, kept] for factor, share, kept in self.cuts} or None
         asked["expert_loads"] = None if self.expert_loads is None else list(self.expert_loads)
-        return {"peak_load": self.peak_load, **{name: value for name, value in asked.items() if value is not None}}
+        peak = (
+            {"peak_load": self.peak_load} if self.batch_peak_load is None else {"batch_peak_load": self.batch_peak_load}
+        )
+        return {**peak, **{name: value for name, value in asked.items() if value is not None}}
 
 
 # ---- patterns --------------------------------------------------------------------------------------------------------

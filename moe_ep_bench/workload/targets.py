@@ -75,6 +75,8 @@ class Skew(Strict):
     basis: Literal["recorded", "published", "assumed"]
     """Source of the numbers: a recording of this model, a publication on it, or another model's."""
     source: str
+    num_tokens: int | None = Field(ge=1)
+    """Over how many tokens the loads were measured; None = unknown."""
     of: str | None = None
     """The model of which these numbers are, where it is another one."""
     peak_load: float = Field(ge=1)
@@ -133,7 +135,7 @@ class Skews(Preset):
         return {name: getattr(self, name) for name in SKEWS} | self.domains
 
 
-TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
+TARGETS = ("peak_load", "batch_peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = ("mixed", "single_domain", "worst_layer")
 # Other benchmarks' patterns, of any model (``workload.synthetic``).
 PATTERNS = ("power_law_1.01", "power_law_1.2", *TOKEN_IMBALANCE)

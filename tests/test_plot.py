@@ -145,9 +145,9 @@ def variants(root: Path) -> Store:
     comparisons = []
     for number, tokens in enumerate((1024, 4096)):
         cases = [
-            FakeCase(policy, "policy", of, f"{policy} {name}={value:g}", mass=0.6 + value / 10, speedup=1 + value / 10)
+            FakeCase(policy, params=of, mass=0.6 + value / 10, speedup=1 + value / 10)
             for policy, of in params
-            for name, value in of.items()
+            for value in of.values()
         ]
         about = {"tokens": tokens, "num_batches": 2, "num_iterations": 1, "noise": 0.0}
         cases = [FakeCase("native", role="baseline"), *cases]
@@ -164,7 +164,7 @@ def test_variants_of_a_policy_are_never_averaged(tmp_path: Path) -> None:
     assert set(masses.index) == {"native", "token_drop", "oea k0=2", "oea k0=4"}
     of_numbers = rows_of(store, "num_tokens", "retained_mass", by="ep_size")
     assert set(of_numbers["line"]) == {
-        f"2, {name}" for name in ("native", "token_drop capacity_factor=1", "oea k0=2", "oea k0=4")
+        f"2, {name}" for name in ("native", "token_drop capacity_factor=1.0", "oea k0=2", "oea k0=4")
     }
     costs = rows_of(
         store, "retained_mass", "speedup_median", by="policy", where="policy == 'oea' and num_tokens == 1024"

@@ -133,7 +133,8 @@ def cases(store: Store) -> pd.DataFrame:
     Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON), ``label``,
     ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``by_torch``, ``data_model``,
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
-    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
+    parameter but the capacity factor; ``family_label``, the same for people; ``settings``, from which labels are
+    composed, and which no file gets); ``reduce.ROUTED`` and ``output_error``;
     ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank, of several EP groups their mean, and ``slowest_group_ms``
     and ``slowest_group_fullest_*`` of the slowest and the fullest of them; ``speedup_*`` over native and
     ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``;

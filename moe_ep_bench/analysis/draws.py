@@ -154,6 +154,7 @@ def _shared(members: Sequence[Comparison], num_batches: int) -> Comparison:
     shared = {
         "workload": facts.workload.model_copy(update={"seeds": seeds, "layers": layers}),
         "routing_checksum": None,
+        "load_overlap": None,
         "point": _point(first),
         "num_batches": num_batches,
         "draws": len(members) if SEED in swept else 1,

@@ -137,14 +137,17 @@ def _shared(comparison: Point) -> dict[str, Any]:
         "fullest_tokens": None if tokens_R is None else tokens_R.max() / tokens_R.mean(),
         "num_batches": comparison.workload.num_batches,
         "kernel": kernels_of(comparison),
-        "routing_checksum": _routing_checksum(comparison),
+        **_drawn(comparison),
     }
 
 
-def _routing_checksum(comparison: Point) -> str | None:
-    """Of a layer whose pattern has one (``SyntheticWorkload.routing_checksum``)."""
+def _drawn(comparison: Point) -> dict[str, Any]:
+    """What is known of the batches of a synthetic layer once they are drawn."""
     workload = comparison.workloads.get(None)
-    return workload.routing_checksum(comparison.ep_size) if isinstance(workload, SyntheticWorkload) else None
+    if not isinstance(workload, SyntheticWorkload):
+        return {}
+    checksum = workload.routing_checksum(comparison.ep_size)
+    return {"load_overlap": workload.load_overlap, "routing_checksum": checksum}
 
 
 def point_of(experiment: Experiment) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.presets import validated
 from moe_ep_bench.runtime.torchrun import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
+from moe_ep_bench.workload.motion import Motion
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import PATTERNS
@@ -397,4 +398,6 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None
         cuts = tuple(tuple(cut.values()) for cut in targets.pop("cuts", ()))
-        return SyntheticWorkload(**shape, **targets, rank_load=rank_load, cuts=cuts, or_chance=or_chance)
+        motion = Motion(config.motion, config.motion_batches) if config.motion and config.motion_batches else None
+        how = {"rank_load": rank_load, "cuts": cuts, "motion": motion, "or_chance": or_chance}
+        return SyntheticWorkload(**shape, **targets, **how)

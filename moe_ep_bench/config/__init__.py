@@ -152,6 +152,10 @@ class SyntheticConfig(_Workload):
     """Share of the score mass in the top-k."""
     neighbour_overlap: float | None = Field(None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
+    motion: Literal["hotspot", "burst", "drift"] | None = None
+    """Popularity changes experts over batches."""
+    motion_batches: float | None = Field(None, gt=0, le=MOST)
+    """Batches of a turn, between bursts, or of a half-life."""
 
     @property
     def is_balanced(self) -> bool:
@@ -175,6 +179,8 @@ class SyntheticConfig(_Workload):
             raise UserError("skew_from, layer: expected both or none, as the counts of a layer are taken; got one")
         if None not in (self.peak_load, self.batch_peak_load):
             raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
+        if (self.motion is None) != (self.motion_batches is None):
+            raise UserError("motion, motion_batches: expected both or none, got one")
         if self.balanced:
             loads = {"peak_load", "batch_peak_load", "rank_load"}
             beside = {"skew", "skew_from", *loads, "neighbour_overlap"} & self.model_fields_set

@@ -87,6 +87,7 @@ class Targets(JsonRecord):
     """What a synthetic workload was solved to; what was left to chance is absent."""
 
     pattern: str | None = None
+    motion: dict[str, float] | None = None  # by kind, the batches of a turn, between bursts, or of a half-life
     peak_load: float | None = None  # of the traffic, in the long run
     batch_peak_load: float | None = None  # of each batch
     topk_share: float | None = None
@@ -350,6 +351,7 @@ class ComparisonFacts(Subject):
     fullest_tokens: PositiveFloat | None = None  # of the rank with most over the mean, where ranks were given theirs
     num_batches: Count
     kernel: Component | None = None  # of routing
+    load_overlap: float | None = None  # what neighbouring batches share of their loads, where popularity moves
     routing_checksum: str | None = None  # of Megatron-LM's workloads, at this EP size
     order: int = 0  # in the config
 

@@ -569,11 +569,13 @@ def _peak_words(workload: Workload) -> str:
 def workload_words(facts: ComparisonFacts) -> str:
     """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
     workload = facts.workload
-    checksum = "" if facts.routing_checksum is None else f", routing checksum {facts.routing_checksum}"
+    drawn = "" if facts.routing_checksum is None else f", routing checksum {facts.routing_checksum}"
+    if facts.load_overlap is not None:
+        drawn += f", neighbouring batches share {facts.load_overlap:.0%} of their loads"
     if isinstance(facts, RoutedFacts):
-        return describe_workload(facts) + checksum
+        return describe_workload(facts) + drawn
     tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}{checksum}"
+    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}{drawn}"
 
 
 def describe_workload(facts: Subject) -> str:
@@ -598,7 +600,7 @@ def describe_workload(facts: Subject) -> str:
 def _target_words(workload: Workload) -> Iterator[str]:
     """What a synthetic workload was solved to."""
     targets = workload.targets
-    loads = targets.get("rank_load") or {}
+    loads, motion = targets.get("rank_load") or {}, targets.get("motion") or {}
     said = {
         "pattern": targets.get("pattern"),
         "balanced": "loads" if workload.is_balanced else None,
@@ -607,6 +609,7 @@ def _target_words(workload: Workload) -> Iterator[str]:
         "experts' loads": None if targets.get("expert_loads") is None else "as counted",
         "rank load": next((f"{load:g} on {ranks} ranks" for ranks, load in loads.items()), None),
         **{f"dropped at factor {factor}": f"{cut[0]:.1%}" for factor, cut in (targets.get("cuts") or {}).items()},
+        "motion": next((f"{kind} of {number:g} batches" for kind, number in motion.items()), None),
         "top-k share": targets.get("topk_share"),
         "neighbour overlap": targets.get("neighbour_overlap"),
     }

@@ -54,6 +54,7 @@ class Stream(IntEnum):
     HOT_RANK = 5
     PLACES = 6
     REFERENCE = 7
+    MOTION = 8
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:

@@ -57,6 +57,7 @@ from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import solving, token_imbalance
 from moe_ep_bench.workload.batch import Workload, balanced_scores
 from moe_ep_bench.workload.long_run import long_run_loads
+from moe_ep_bench.workload.motion import Motion, overlap
 from moe_ep_bench.workload.scores import (
     Chunks,
     Run,
@@ -103,6 +104,7 @@ class SyntheticWorkload(Workload):
             the fullest rank over the mean before the cut); with a peak load, one of factor 1 and one above it.
         peak_load: load of the busiest expert over the mean, in the long run; 1 = every expert gets as many pairs.
         batch_peak_load: the same of each batch, in place of ``peak_load``.
+        motion: of popularity over batches; takes some.
         pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
 
@@ -124,6 +126,7 @@ class SyntheticWorkload(Workload):
     cuts: tuple[tuple[float, float, float | None], ...] = ()
     topk_share: float | None = None
     neighbour_overlap: float | None = None
+    motion: Motion | None = None
     pattern: str | None = None
     or_chance: bool = False
     num_groups: int | None = None
@@ -152,12 +155,19 @@ class SyntheticWorkload(Workload):
                 raise UserError(f"skew_from: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
         if self.rank_load is not None and not self.is_balanced:
             self._check_rank_load(*self.rank_load)
+        self._check_motion()
         self._check_topk_share()
         if self.is_balanced and self.neighbour_overlap is not None:
             raise UserError("neighbour_overlap: expected none under balanced loads, whose experts are dealt in turn")
         if self.neighbour_overlap is not None and self.sequence_length == 1:
             expected = "a sequence_length of at least 2"
             raise UserError(f"neighbour_overlap: expected {expected}, got 1: no token has neighbours")
+
+    def _check_motion(self) -> None:
+        if self.motion is not None and (self._is_even or self.pattern is not None):
+            raise UserError("motion: expected a skew beside it that can move: a peak_load, a calibrated skew or counts")
+        if self.motion is not None and self.motion.kind == "drift" and self.num_groups is not None:
+            raise UserError(f"motion: drift knows no groups of experts; the model has {self.num_groups}")
 
     def _check_rank_load(self, num_ranks: int, load: float) -> None:
         if self.num_experts % num_ranks:
@@ -197,10 +207,11 @@ class SyntheticWorkload(Workload):
                 first += len(noise_TE)
             return
         recipe, row_T, first = self._recipe(index), row_numbers(runs), 0
-        bias_E, sharpness = recipe.bias_E[self._placement], recipe.sharpness
+        place_E, sharpness = self._places(index), recipe.sharpness
+        bias_E = recipe.bias_E[place_E]
         rule = {"sequence_length": self.sequence_length, "copying": self._copying}
         for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts, **rule):
-            logits_TE = noise_TE[:, self._placement] + bias_E  # An expert takes its noise along to its place.
+            logits_TE = noise_TE[:, place_E] + bias_E  # An expert takes its noise along to its place.
             scores_TE = softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
             if self.is_balanced:
                 rows = torch.from_numpy(row_T[first : first + len(scores_TE)])
@@ -284,6 +295,22 @@ class SyntheticWorkload(Workload):
         if self.num_groups is not None:
             return solving.place_in_groups(load_E, num_ranks, load, hot_rank, self.num_groups)
         return solving.place_for_rank_load(load_E, num_ranks, load, hot_rank)
+
+    def _places(self, index: int) -> NDArray[np.int64] | slice:
+        """Which drawn expert stands at each index in a batch, which moves where popularity does."""
+        if self.motion is None:
+            return self._placement
+        place_E = np.arange(self.num_experts)[self._placement]
+        return place_E[self.motion.places(index, self._recipe(0).bias_E[place_E], self.seed, self.num_groups)]
+
+    @property
+    def load_overlap(self) -> float | None:
+        """What neighbouring batches share of their loads in the long run (``motion.overlap``); None = nothing moves."""
+        if self.motion is None or self.num_batches == 1:
+            return None
+        recipe = self._recipe(0)
+        load_E = self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
+        return overlap(np.array([load_E[self._places(index)] for index in range(self.num_batches)]))
 
     # ---- recipes -----------------------------------------------------------------------------------------------------
 
@@ -378,6 +405,7 @@ class SyntheticWorkload(Workload):
         asked["rank_load"] = None if self.rank_load is None else {str(self.rank_load[0]): self.rank_load[1]}
         asked["cuts"] = {f"{factor:g}": [share, kept] for factor, share, kept in self.cuts} or None
         asked["expert_loads"] = None if self.expert_loads is None else list(self.expert_loads)
+        asked["motion"] = None if self.motion is None else {self.motion.kind: self.motion.batches}
         peak = (
             {"peak_load": self.peak_load} if self.batch_peak_load is None else {"batch_peak_load": self.batch_peak_load}
         )

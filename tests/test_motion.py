@@ -68,9 +68,11 @@ def test_drift_halves_its_correlation_in_a_half_life() -> None:
     """Of 4,096 experts, spelled out: popularity follows the order of normal numbers, so that its correlation does."""
     popularity_E = np.random.default_rng(1).normal(size=4096)
     drift = Motion("drift", 3.0)
-    moved = {index: popularity_E[drift.places(index, popularity_E, 5, None)] for index in (0, 1, 3, 6, 9)}
+    moved = {index: popularity_E[drift.places(index, popularity_E, 5, None)] for index in (-6, -3, -1, 0, 1, 3, 6, 9)}
     assert moved[0].tolist() == popularity_E.tolist()
-    for (first, later), expected in {(0, 3): 0.5, (0, 6): 0.25, (6, 9): 0.5, (0, 1): 0.5 ** (1 / 3)}.items():
+    spans = {(0, 3): 0.5, (0, 6): 0.25, (6, 9): 0.5, (0, 1): 0.5 ** (1 / 3)}
+    spans |= {(-6, -3): 0.5, (-3, 0): 0.5, (-1, 0): 0.5 ** (1 / 3), (-3, 3): 0.25}  # batches that plans know
+    for (first, later), expected in spans.items():
         assert np.corrcoef(moved[first], moved[later])[0, 1] == pytest.approx(expected, abs=0.04)
 
 

@@ -66,11 +66,13 @@ class Motion:
         return random.permuted(place_GE, axis=1).ravel()
 
     def _drifted(self, index: int, popularity_E: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
-        """The places at which popularity has the order of the autoregressive numbers."""
-        by_popularity, kept = np.argsort(popularity_E, kind="stable"), 0.5 ** (1 / self.batches)
-        drawn_BE = generator(seed, Stream.MOTION).normal(size=(index + 1, len(popularity_E)))
+        """The places at which popularity has the order of the autoregressive numbers; before batch 0 they run back."""
+        by_popularity, kept, apart = np.argsort(popularity_E, kind="stable"), 0.5 ** (1 / self.batches), abs(index)
+        drawn_BE = generator(seed, Stream.MOTION).normal(size=(apart + 1, len(popularity_E)))
+        if index < 0:  # with numbers of their own
+            drawn_BE[1:] = generator(seed, Stream.MOTION, -1).normal(size=(apart, len(popularity_E)))
         drawn_BE[0, by_popularity] = np.sort(drawn_BE[0])
-        weight_B = kept ** np.arange(index, -1, -1.0)
+        weight_B = kept ** np.arange(apart, -1, -1.0)
         weight_B[1:] *= (1 - kept**2) ** 0.5
         place_E = np.empty(len(popularity_E), dtype=np.int64)
         place_E[np.argsort(weight_B @ drawn_BE, kind="stable")] = by_popularity

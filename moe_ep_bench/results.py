@@ -34,13 +34,25 @@ from filelock import FileLock, Timeout
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Job, Pairs, RunFacts
 from moe_ep_bench.files import atomic_path, make_folder, read_json, write_json
-from moe_ep_bench.schema import TABLES
+from moe_ep_bench.schema import SCHEMA_VERSION, TABLES
 
 RUN_JSON = "run.json"
 # From so many rows on they are written; small groups of rows would take more room than what is in them.
 _GROUP_ROWS = 2**20
 # A job that was just stopped may take so long to end; its successor waits for it.
 PATIENCE_S = 5.0
+
+
+def check_version(path: Path, content: object) -> None:
+    """Refuse what ``run.json`` holds where another version wrote it.
+
+    Raises:
+        UserError: one line that names the file.
+    """
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        hint = "another version of this program wrote it: use that one, or measure again in another directory"
+        raise UserError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
 
 
 class RunDirectory:
@@ -74,16 +86,21 @@ class RunDirectory:
         """What ``run.json`` says, where there is one already.
 
         Raises:
-            ValueError: it is damaged; one line that names it.
+            ValueError: it is damaged, or of another version; one line that names it.
         """
         path = self.run_json
         if not path.exists():
             return None
+        damaged = f"{path}: damaged, or not written by this program"
         try:
             content = read_json(path)
-            RunFacts.model_validate(content)
         except (OSError, ValueError):
-            raise UserError(f"{path}: damaged, or not written by this program") from None
+            raise UserError(damaged) from None
+        check_version(path, content)
+        try:
+            RunFacts.model_validate(content)
+        except ValueError:
+            raise UserError(damaged) from None
         return content
 
     def check_agreement(self, now: Mapping[str, Any]) -> None:

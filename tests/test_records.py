@@ -28,9 +28,9 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, hold, is_held, lock_file
 from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
-from moe_ep_bench.schema import SAMPLES_SCHEMA
+from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION
 
-A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
+A_JOB = {"schema_version": SCHEMA_VERSION, "mode": "run", "environment": {}, "hashes": {}}
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, {}, NCCL version 2.28.3\n{}"
 
 
@@ -309,7 +309,7 @@ NOW = {"mode": "run", "scope": "layer", **CONDITIONS, "code": "today's"}
 
 def leave_results(root: Path, mode: str = "run", scope: str = "layer", code: str = "", **more: str) -> RunDirectory:
     """A directory as an earlier command left it, of this code where nothing else is said."""
-    about = {"mode": mode, "scope": scope, "hashes": {"code": code or NOW["code"]}}
+    about = {"schema_version": SCHEMA_VERSION, "mode": mode, "scope": scope, "hashes": {"code": code or NOW["code"]}}
     rows = {"run_id": "r", "comparisons": {}, "cases": {}}
     write_json(root / "run.json", {**about, "environment": {**CONDITIONS, **more}, **rows})
     return RunDirectory(root)
@@ -340,10 +340,18 @@ def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, 
     assert files_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"mode": "run", "environment": {}}'])
-def test_a_description_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "damaged, or not written by this program"),
+        (f'{{"schema_version": {SCHEMA_VERSION}, "mode": "run"}}', "damaged, or not written by this program"),
+        ("[]", f"schema_version: expected {SCHEMA_VERSION}, got None; another version of this program wrote it"),
+        ('{"schema_version": 5, "mode": "run"}', f"schema_version: expected {SCHEMA_VERSION}, got 5; another version"),
+    ],
+)
+def test_a_description_that_is_none_is_named(content: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(ValueError, match=r"run.json: damaged, or not written by this program"):
+    with pytest.raises(ValueError, match=f"run.json: {problem}"):
         RunDirectory(tmp_path).check_agreement(NOW)
 
 

@@ -31,13 +31,12 @@ from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.facts.words import case_label
 from moe_ep_bench.files import read_json
-from moe_ep_bench.results import RunDirectory, ValidationDirectory
+from moe_ep_bench.results import RunDirectory, ValidationDirectory, check_version
 from moe_ep_bench.schema import (
     HOST,
     HOST_BUSY,
     IDENTITY,
     PHASES,
-    SCHEMA_VERSION,
     SM_CLOCK,
     TABLES,
     TOTAL,
@@ -157,10 +156,11 @@ def read_document(path: Path, model: type[_Type]) -> _Type:
         raise ResultsError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if model is RunFacts and version != SCHEMA_VERSION:
-        hint = "another version of this program wrote it: use that one, or measure again in another directory"
-        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
+    if model is RunFacts:
+        try:
+            check_version(path, content)
+        except UserError as problem:
+            raise ResultsError(str(problem)) from None
     return typed(model, f"{path}: ", content)
 
 

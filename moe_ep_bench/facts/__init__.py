@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +20,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    field_serializer,
     field_validator,
 )
 
@@ -449,6 +451,14 @@ class CaseFacts(JsonRecord):
     phase: str | None = None  # of ``quality``: in which it is judged
     policy_code: str | None = None  # hash of a user's policy, or of the data that a policy reads
     data_model: str | None = None  # whose data that is
+
+    @field_serializer("settings")
+    def _true_flags(self, settings: list[Setting]) -> list[dict[str, Any]]:
+        """Each setting's key and value, and those of its flags that are true."""
+        return [
+            {name: value for name, value in asdict(one).items() if value is not False or name == "value"}
+            for one in settings
+        ]
 
     @property
     def policy_params(self) -> dict[str, Any]:

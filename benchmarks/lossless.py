@@ -22,6 +22,7 @@ import pandas as pd
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import labels
 from moe_ep_bench.cli import main as command
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import rank_load, replicate, replicate_by_risk
@@ -119,7 +120,7 @@ def modelled(traffics: dict[str, dict[str, Any]], folder: Path) -> pd.DataFrame:
         assert command(["emulate", str(file), "--out", str(directory)]) == 0
         rows.append(cases(load([directory])).assign(traffic=name))
     rows = pd.concat(rows, ignore_index=True)
-    return rows.assign(label=rows["label"].str.partition(", window=")[0])  # windows are each traffic's
+    return rows.assign(label=labels(rows, without=("window", "plan_ms")))  # which are each traffic's
 
 
 def draw(rows: pd.DataFrame, out: Path) -> None:

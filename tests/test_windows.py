@@ -13,7 +13,10 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.advice import Upkeep, advice_lines, read_advice
+from moe_ep_bench.analysis.advise import candidates
+from moe_ep_bench.analysis.cases import load_timed, timings
 from moe_ep_bench.balancers import with_free_slots
+from moe_ep_bench.bench.advise_config import Bounds
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
@@ -307,3 +310,17 @@ def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -
     run = json.loads((out / "run.json").read_text())
     workloads = [one["workload"] for one in run["comparisons"].values()]
     assert [(one["order"], one["num_history"]) for one in workloads] == [("arrival", 5)] * 2
+    store = load_timed(out)
+    rows, times = candidates(store, Bounds.of(None, None)), timings(store).query("quantity == 'all'")
+    for case_id, row in rows.iterrows():  # five batches in each layer
+        of_layers = [
+            own.sort_values("batch")["speedup"] for _, own in times[times["case_id"] == case_id].groupby("launch")
+        ]
+        assert row["earlier"] == pytest.approx(np.median(np.concatenate([own[:3] for own in of_layers])))
+        assert row["later"] == pytest.approx(np.median(np.concatenate([own[3:] for own in of_layers])))
+    may = rows[(rows["standing"] != "out of bounds") & (rows["earlier"] > 1)].sort_values("earlier")
+    assert (answer.held_out is None) == may.empty
+    if not may.empty:
+        best = may.iloc[-1]
+        assert (answer.held_out.label, answer.held_out.later) == (best["label"], best["later"])
+        assert f"Chosen by the first half of the batches, {best['label']} (" in lines

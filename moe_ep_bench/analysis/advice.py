@@ -74,6 +74,14 @@ class Candidate(Case):
     extra_gib_per_rank: float | None = None
 
 
+class HeldOut(_Fact):
+    """The candidate that the first half of the batches would have chosen: its speedups there and on the others."""
+
+    label: str
+    earlier: PositiveFloat
+    later: PositiveFloat
+
+
 class Upkeep(_Fact):
     """Whether a plan of replicas pays a server, judged on batches that it was not made of.
 
@@ -129,6 +137,7 @@ class Answer(_Fact):
         pick: None = native stays, for the ``reason``.
         fastest: the fastest candidate within the bounds, where none is picked.
         rest: of a pass, as it was modelled.
+        held_out: where batches follow each other in time.
         plans: of replicas, where batches follow each other in time.
         peaks: of drawn traffic.
     """
@@ -143,6 +152,7 @@ class Answer(_Fact):
     fastest: Candidate | None = None
     fit: Fit | None = None
     rest: Rest | None = None
+    held_out: HeldOut | None = None
     plans: tuple[Upkeep, ...] = ()
     peaks: PeakLoads | None = None
     variants: tuple[Variant, ...] = ()
@@ -213,6 +223,9 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
         yield from _native_lines(native)
     else:
         yield from _pick_lines(answer, pick)
+    if (chosen := answer.held_out) is not None:
+        later = f"is {chosen.later:.3f} times as fast as native on the second"
+        yield f"Chosen by the first half of the batches, {chosen.label} ({chosen.earlier:.3f} there) {later}."
     yield from map(_upkeep_line, answer.plans)
     yield from map(_variant_line, answer.variants)
     if answer.peaks is not None and answer.peaks.traffic is not None and (words := peak_words(answer.peaks)):

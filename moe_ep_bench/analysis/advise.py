@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.advice import (
     Answer,
     Candidate,
     Case,
+    HeldOut,
     Pass,
     Spread,
     Upkeep,
@@ -79,8 +80,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     Returns:
         Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
         least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several; in how
-        many of them the median speedup is above 1 (``num_gaining``);
-        ``differs_from_topk``.
+        many of them the median speedup is above 1 (``num_gaining``); the median over the first half of the batches and
+        over the others (``earlier``, ``later``); ``differs_from_topk``.
     """
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -90,6 +91,9 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     times = timings(store)
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
     speedup_CD = ratios.groupby(["case_id", "launch"]).median().unstack().reindex(rows.index)
+    batch, of_draw = ratios.index.get_level_values("batch").to_series(index=ratios.index), ["case_id", "launch"]
+    first, last = (batch.groupby(of_draw).transform(end) for end in ("min", "max"))
+    is_early, of_case = 2 * (batch - first) < last - first + 1, ratios.index.get_level_values("case_id")
     # What does not tell dropped from rerouted pairs is held to the bound by both.
     is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + ROUNDING
     is_out |= rows["retained_mass"] < bounds.min_retained - ROUNDING
@@ -99,6 +103,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         least=speedup_CD.min(axis=1).where(several),
         most=speedup_CD.max(axis=1).where(several),
         num_gaining=(speedup_CD > 1).sum(axis=1),
+        earlier=ratios.where(is_early).groupby(of_case).median(),
+        later=ratios.where(~is_early).groupby(of_case).median(),
         kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
         differs_from_topk=differs_from_topk(rows),
     )
@@ -222,8 +228,18 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         fit=fit,
         rest=rest,
         peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
+        held_out=_held_out(rows) if about["facts"]["workload"].get("order") == "arrival" else None,
         plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
     )
+
+
+def _held_out(rows: pd.DataFrame) -> HeldOut | None:
+    """What the first half of the batches would have chosen, and its speedup on the others; None where it is native."""
+    allowed = rows[~rows["standing"].isin(_BARRED) & (rows["earlier"] > 1) & rows["later"].notna()]
+    if allowed.empty:
+        return None
+    chosen = allowed.loc[allowed["earlier"].idxmax()]
+    return HeldOut(label=chosen["label"], earlier=chosen["earlier"], later=chosen["later"])
 
 
 def _upkeep(row: pd.Series, native: pd.Series) -> Upkeep:

@@ -610,7 +610,7 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     use, costs = capsys.readouterr().out.splitlines()[:2]
     said = " ".join(readme.split())
     gain, least, most = re.search(
-        r"Use variance plan.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
+        r"Use (?:EPLB|variance plan), 1 spare.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
     ).groups()
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"

@@ -334,7 +334,7 @@ class Slots:
         turns_E: how many entries each expert has.
         before_RE: pairs of the ranks ahead of each: the number of a rank's first pair. R divides P.
         moved_bytes_RR: of weights that go from each rank to each for this batch, float64; None = none go.
-        rearranged: what it took to put this plan in place of another; None = it stands for good.
+        rearranged: what it took to put this plan in place of the one before; None = plans are not in time.
     """
 
     expert_P: NDArray[np.int64]

@@ -184,8 +184,7 @@ def fullest(planned_on: str, served: str) -> tuple[float, float, float]:
 def of_shift() -> list[str]:
     """Traffic that moves at the twelfth batch: medians of the fullest rank, and what a new plan takes."""
     rows = table("traffic-shift").assign(moved=lambda rows: rows["batch"] >= 12)
-    rows = rows.assign(label=rows["label"].str.replace("=1.0", "=1"))
-    once, again = (f"EPLB, 1 spare per rank, window=4{more}" for more in ("", ", every=4, plan_ms=1"))
+    once, again = (f"EPLB, 1 spare per rank, window=4{more}" for more in ("", ", every=4, plan_ms=1.0"))
     fullest = rows.groupby(["label", "moved"])["rank_imbalance"].median().map("{:.2f}".format)
     new = rows[rows["label"] == again].iloc[0]
     taken = rows[rows["label"] == again].drop_duplicates("batch")[["rearranged_gib", "rearrange_ms"]].mean()

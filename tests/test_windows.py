@@ -106,7 +106,7 @@ def test_a_recording_that_is_too_short_says_how_many_batches_it_has(traces: list
         recorded(traces[:1], num_batches=500, **asked)
     possible = int(re.findall(r"at most (\d+)", str(found.value))[0])
     assert "order: shuffled" in str(found.value)
-    assert recorded(traces[:1], num_batches=possible, **asked).num_possible == possible + 2
+    assert recorded(traces[:1], num_batches=possible, **asked).num_by_arrival(500) == possible + 2
     with pytest.raises(UserError, match="num_batches"):
         recorded(traces[:1], num_batches=possible + 1, **asked)
 
@@ -170,6 +170,8 @@ def test_batches_ahead_leave_those_that_are_served_as_they_are(tmp_path: Path) -
         ({"window": 3}, {"history": 2}, "workload.history: expected at least 3, which emulate.replication.0 knows"),
         ({}, {"mix": "sequence", "order": "shuffled"}, "mix: sequence keeps the order of recordings"),
         ({"window": 0}, {}, "window: expected"),
+        ({"plan_ms": 1}, {"order": "shuffled"}, "emulate.replication.0.plan_ms: expected none with workload.order"),
+        ({"lag": 2}, {"kind": "synthetic"}, "emulate.replication.0.lag: expected a window or every beside it"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(

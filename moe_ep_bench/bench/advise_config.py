@@ -312,7 +312,8 @@ def _set_windows(raw: dict[str, Any], asked: Sequence[Experiment], num_batches: 
         That requests come again, where a recording has fewer.
     """
     of_one_layer = {stable_hash(one.workload.model_dump(mode="json", exclude={"layer"})): one for one in asked}
-    plans, possible = raw["emulate"]["replication"], min(map(num_by_arrival, of_one_layer.values()))
+    plans = raw["emulate"]["replication"]
+    possible = min(num_by_arrival(one, 2 * num_batches) for one in of_one_layer.values())
     needed = num_batches + (-(-num_batches // 2) if plans else 0)
     if possible < needed:
         raw["workload"]["order"] = "shuffled"

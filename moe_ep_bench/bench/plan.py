@@ -361,8 +361,8 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
     return workloads
 
 
-def num_by_arrival(experiment: Experiment) -> int:
-    """Batches that recordings have if no token comes twice, those that plans know included.
+def num_by_arrival(experiment: Experiment, most: int) -> int:
+    """Batches that recordings have if no token comes twice, those that plans know included; no more than ``most``.
 
     Raises:
         ValueError: a recording cannot be used; names the key.
@@ -371,7 +371,7 @@ def num_by_arrival(experiment: Experiment) -> int:
     plain = experiment.model_copy(update={"workload": config, "emulate": EmulateConfig()})
     workload = _open(plain, experiment.virtual_ranks)
     assert isinstance(workload, RecordedWorkload)
-    return workload.num_possible
+    return workload.num_by_arrival(most)
 
 
 def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:

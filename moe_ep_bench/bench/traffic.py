@@ -169,6 +169,9 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
     traffic = []
     for case, slots, of_ranks in zip(cases, slots_V, zip(*rows_RV, strict=True), strict=True):
         rows_R, parts_R = zip(*of_ranks, strict=True)
+        if slots.rearranged is not None and point.links is not None:
+            for row, once_us in zip(rows_R, slots.rearranged.once_us(point.links), strict=True):
+                row["rearrange_us"] = float(once_us)
         of_case = _layer_traffic(model, case, slots, stats.get(case.case_id), list(num_tokens_R), rows_R, parts_R)
         if (row := _frontier_row(frontier, case, of_case)) is not None:
             of_case = replace(of_case, frontier={"batch": batch, **row, "layer": point.row_layer(layer)})
@@ -185,8 +188,6 @@ def _route_case(
     where = routing.map_TE, tokens.rank, point.ranks_per_node
     if not slots.is_contiguous:
         row |= slots.metrics(*where)
-        if slots.rearranged is not None and point.links is not None:
-            row["rearrange_us"] = float(slots.rearranged.once_us(point.links)[tokens.rank])
     return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
 
 

@@ -542,10 +542,12 @@ class Experiment(SweepPoint):
         workload = self.workload
         shuffled = isinstance(workload, RecordedConfig) and workload.order == "shuffled"
         for number, one in enumerate(self.emulate.replication):
-            asked = sorted({"window", "every", "lag"} & one.model_fields_set)
+            asked = sorted({"window", "every", "lag", "rearrange", "plan_ms"} & one.model_fields_set)
             if shuffled and asked:
                 expected = "none with workload.order: shuffled, whose batches do not follow each other"
                 raise UserError(f"emulate.replication.{number}.{asked[0]}: expected {expected}")
+            if asked and self.windows(one).window is None:
+                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected a window or every beside it")
             if (needed := self.windows(one).num_history) > self.num_history:
                 raise UserError(
                     f"workload.history: expected at least {needed}, which emulate.replication.{number} knows, "

@@ -169,10 +169,9 @@ class RecordedWorkload(Workload):
         """First token of each recording in the numbering of all tokens, and their total."""
         return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
 
-    @cached_property
-    def num_possible(self) -> int:
-        """Batches that the recordings have by arrival, those ahead of the first included."""
-        return len(self._deal(range(int(self._offsets[-1]) // self.num_tokens + 1), in_order=True))
+    def num_by_arrival(self, most: int) -> int:
+        """Batches that the recordings have by arrival, those ahead of the first included; no more than ``most``."""
+        return len(self._deal(range(most), in_order=True))
 
     @cached_property
     def _pools(self) -> list[Pool]:

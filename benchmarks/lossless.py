@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,17 @@ import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import labels
+from moe_ep_bench.bench.point import MOST_OF_MEAN
 from moe_ep_bench.cli import main as command
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import rank_load, replicate, replicate_by_risk
+from moe_ep_bench.placement import (
+    fullest_by_spare,
+    plan_ahead,
+    rank_load,
+    replicate,
+    replicate_by_risk,
+    spread_over_layers,
+)
 from moe_ep_bench.workload.trace import open_trace
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +92,10 @@ HELD_OUT = """\
 Fullest rank over the mean of batches of 1,024 tokens that no plan knows, all layers, EP 8, one spare slot.
 `planned on` gave the first half of its batches, `served` the second."""
 
+DIVIDED = """\
+The same of EPLB, planned on a recording's first half and serving its second, by the mean spare slots of a rank and
+layer: as many in each layer (alike), or divided among layers by what the first half gains (`spare_budget`)."""
+
 
 def configs(traces: Path) -> dict[str, dict[str, Any]]:
     """A config of every traffic by its name."""
@@ -92,7 +105,7 @@ def configs(traces: Path) -> dict[str, dict[str, Any]]:
         recorded |= {"tail": "popularity", "num_tokens": num_tokens, "num_batches": num_batches}
         recorded |= {"topk_share": 0.7} if "gpt-oss" in file else {}  # assumed: it records the top-4 alone
         shared = [{"name": "waterfill"}] if ModelSpec.named(preset).shared_ffn_hidden_size else []
-        replication = [{**one, "window": window, "plan_ms": 0} for one in REPLICATION]
+        replication = [{**one, "window": window, "plan_ms": 0} for one in [*REPLICATION, {"spare_budget": 0.5}]]
         found[f"{name}, {num_tokens // 8:,} a rank"] = config(preset, recorded, replication, REBALANCE + shared)
     decode = recorded | {"arrangement": "decode", "num_tokens": 64, "num_batches": 10}
     replication = [{**one, "window": 10, "plan_ms": 0} for one in REPLICATION + DECODE]
@@ -198,7 +211,28 @@ def held_out(traces: Path, num_tokens: int = 1024, num_ranks: int = 8) -> pd.Dat
     return pd.DataFrame(rows)
 
 
-def markdown(rows: pd.DataFrame, held: pd.DataFrame) -> str:
+def divided(traces: Path, num_tokens: int = 1024, num_ranks: int = 8) -> pd.DataFrame:
+    """Fullest rank over the mean of all layers together, by spare slots a layer: alike, or divided among layers."""
+    rows, sizes = [], {"num_ranks": num_ranks, "num_groups": 1}
+    for file in dict.fromkeys(file for file, *_ in RECORDED.values()):
+        known_LBE, judged_LBE = halves(recorded_loads(traces / f"{file}.safetensors", num_tokens).astype(float))
+        num_layers = len(known_LBE)
+        fullest_LF = np.array([fullest_by_spare("eplb", known_BE, most=8, **sizes) for known_BE in known_LBE])
+        for mean in (0, 0.25, 0.5, 1, 2):
+            among = spread_over_layers(fullest_LF[:, : MOST_OF_MEAN * math.ceil(mean) + 1], int(mean * num_layers))
+            ways = {"divided": among} | ({"alike": [int(mean)] * num_layers} if mean == int(mean) else {})
+            row = {"recording": file, "mean": f"{mean:g}", "alike": "-"}
+            for way, spare_L in ways.items():
+                load_LBR = [
+                    rank_load(judged_BE, plan_ahead("eplb", known_BE, spare_per_rank=spare, **sizes), num_ranks)
+                    for known_BE, judged_BE, spare in zip(known_LBE, judged_LBE, spare_L, strict=True)
+                ]
+                row[way] = f"{np.mean([load_BR.max(axis=1) / load_BR.mean(axis=1) for load_BR in load_LBR]):.3f}"
+            rows.append(row | {"layers with slots": f"{np.count_nonzero(among)} of {num_layers}"})
+    return pd.DataFrame(rows)[["recording", "mean", "alike", "divided", "layers with slots"]]
+
+
+def markdown(rows: pd.DataFrame, held: pd.DataFrame, budgets: pd.DataFrame) -> str:
     """Tables of speedups with what they cost, of fullest ranks, and of plans in another domain."""
     rows = rows[rows["label"] != "native again"]
     rows = rows.assign(speedup=rows.apply(_speed, axis=1), moved_mib=1024 * rows["moved_gib"])
@@ -214,7 +248,7 @@ def markdown(rows: pd.DataFrame, held: pd.DataFrame) -> str:
         _by_traffic("weights of a new plan over links (ms a layer)", planned, "rearrange_ms", "{:.2f}"),
     ]
     foreign = _table(held.map(lambda cell: cell if isinstance(cell, str) else f"{cell:.3f}"))
-    return "\n\n".join([HEAD, *tables, HELD_OUT, foreign]) + "\n"
+    return "\n\n".join([HEAD, *tables, HELD_OUT, foreign, DIVIDED, _table(budgets)]) + "\n"
 
 
 def _by_traffic(title: str, rows: pd.DataFrame, column: str, form: str) -> str:
@@ -251,7 +285,7 @@ def main() -> None:
     names += ["extra_gib_per_rank", "moved_gib", "rearrange_ms", "rearranged_gib"]
     rows[names].round(6).to_csv(options.out / "lossless.csv", index=False)
     draw(rows, options.out)
-    text = markdown(rows, held_out(options.traces))
+    text = markdown(rows, held_out(options.traces), divided(options.traces))
     (options.out / "lossless.md").write_text(text)
     print(text)
 

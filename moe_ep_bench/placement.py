@@ -29,8 +29,12 @@ busiest quarter of experts gets, then the next, is tried around what the greedy 
 emptiest fullest rank, mean over the batches that are known. Ours: replicas are at most R, and where slots run out
 an expert changes places so that its replicas stand apart (the published code then keeps the plan before).
 
+``spread_over_layers`` divides spare slots among layers, which need not have as many each: memory goes where the planned
+fullest rank falls most, as CRAFT has it (arXiv 2603.28768, of which the abstract was read; the rule is ours, and
+exact).
+
 Shapes: R = ranks, T = tokens of one rank, E = experts, B = batches, P = slots of all ranks (physical experts), S =
-P / R slots of a rank, N = entries of all experts' turns.
+P / R slots of a rank, N = entries of all experts' turns, L = layers, F = numbers of spare slots, 0 and on.
 """
 
 from __future__ import annotations
@@ -141,6 +145,42 @@ def plan_ahead(
     if plan == "variance":
         return replicate_by_risk(load_BE, num_slots=num_slots, num_ranks=num_ranks)
     return replicate(load_BE.mean(axis=0), num_slots=num_slots, num_ranks=num_ranks, num_groups=num_groups)
+
+
+def fullest_by_spare(
+    plan: str, load_BE: NDArray[np.float64], *, most: int, num_ranks: int, num_groups: int
+) -> NDArray[np.float64]:
+    """Pairs of the fullest rank, mean over known batches, by the spare slots of a rank that are planned for them.
+
+    Returns:
+        float64 [F], of 0 to ``most`` spare slots.
+    """
+    sizes = {"num_ranks": num_ranks, "num_groups": num_groups}
+    plans = (plan_ahead(plan, load_BE, spare_per_rank=spare, **sizes) for spare in range(most + 1))
+    return np.array([rank_load(load_BE, slot_expert_P, num_ranks).max(axis=1).mean() for slot_expert_P in plans])
+
+
+def spread_over_layers(fullest_LF: NDArray[np.float64], budget: int) -> tuple[int, ...]:
+    """Spare slots of a rank in each layer, ``budget`` in all at most, with the least sum of fullest ranks.
+
+    By dynamic programming over layers, so that no other division has a smaller sum. A slot that helps nowhere is not
+    given.
+
+    Args:
+        fullest_LF: of each layer ``fullest_by_spare``.
+    """
+    least_N = np.zeros(budget + 1)  # of the layers so far, by the slots that they may have
+    given_LN = []
+    for fullest_F in fullest_LF:
+        sum_FN = np.full((len(fullest_F), budget + 1), np.inf)
+        for spare, fullest in enumerate(fullest_F[: budget + 1]):
+            sum_FN[spare, spare:] = least_N[: budget + 1 - spare] + fullest
+        given_LN.append(sum_FN.argmin(axis=0))
+        least_N = sum_FN.min(axis=0)
+    spare_L: list[int] = []
+    for given_N in reversed(given_LN):
+        spare_L.insert(0, int(given_N[budget - sum(spare_L)]))
+    return tuple(spare_L)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,15 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, TimedFacts
-from moe_ep_bench.facts.words import component_words, fit_words, graph_words, peak_words, rest_words, skew_words
+from moe_ep_bench.facts.words import (
+    component_words,
+    fit_words,
+    graph_words,
+    peak_words,
+    rest_words,
+    skew_words,
+    spare_words,
+)
 from moe_ep_bench.machine.monitor import disturbances, power_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -124,10 +132,12 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         padding = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
     peaks = PeakLoads.of(facts.workload, _of(ok, "baseline")["fullest_expert"].mean())
     is_assumed = not isinstance(facts, TimedFacts) and facts.workload.scores_assumed
+    budgets = rows[rows["spare_by_layer"].notna()]
     return [
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", peaks and peak_words(peaks)),
         ("{}", layers_words(facts)),
+        ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
         (
             "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
             _is_one_draw(one, rows),

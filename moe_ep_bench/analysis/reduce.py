@@ -285,17 +285,18 @@ def _loads(units: Units, num_ranks: int, *, at_home: bool) -> dict[str, Any]:
     load_UZE, load_UZR = units.lists("load_E"), units.lists("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
     topk_U = np.nansum(units.of("num_topk_pairs"), axis=(1, 2))
-    # Slots say where replicas and moved weights are.
-    in_slots = units.rows["slot_load_P"].notna().all()
-    load_UP = units.lists("slot_load_P").sum(axis=1) if in_slots else load_UE
-    activated_UR = (load_UP.reshape(len(load_UE), num_ranks, -1) > 0).sum(axis=2)
+    # Slots say where replicas and moved weights are; layers need not have as many.
+    in_slots = units.rows["slot_load_P"].notna()
+    of_sources = units.rows["slot_load_P"].where(in_slots, units.rows["load_E"]).to_list()
+    units_S = [of_sources[first : first + units.num_sources] for first in range(0, len(of_sources), units.num_sources)]
+    activated_U = [(np.sum(load_ZP, axis=0).reshape(num_ranks, -1) > 0).sum(axis=1).max() for load_ZP in units_S]
     return {
         "fullest_expert": load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
         "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
         "expert_imbalance": imbalance(load_UE),
         "rank_imbalance": imbalance(load_UR),
         "activated_experts": (load_UE > 0).sum(axis=1),
-        "activated_fullest_rank": activated_UR.max(axis=1) if in_slots or at_home else np.nan,
+        "activated_fullest_rank": np.array(activated_U) if in_slots.any() or at_home else np.nan,
         "load_E": list(load_UE),
         "load_R": list(load_UR),
         "pairs_RR": list(load_UZR.reshape(len(load_UE), -1)),

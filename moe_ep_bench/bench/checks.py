@@ -7,6 +7,7 @@ Shapes: B = batches, R = ranks.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,10 @@ def _check_replicas(experiment: Experiment, backend: str, ep_size: int) -> None:
     for key in ("replication", "rebalance"):
         wanted = getattr(emulate, key)
         refuse(wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some")
-        for spare in (slots.spare_per_rank for slots in wanted):
+        for one, name in itertools.product(wanted, ("spare_per_rank", "spare_budget")):
             held = f"at most {most}, with which every rank holds all {num_experts} experts"
-            refuse(spare > most, f"emulate.{key}: spare_per_rank", held, spare)
+            spare = getattr(one, name, None)
+            refuse(spare and spare > most, f"emulate.{key}: {name}", held, spare)
         is_measured = backend != ROUTING and emulate.device == MEASURED
         refuse(wanted and is_measured, "emulate.device", f"a modelled one beside emulate.{key}", MEASURED)
 
@@ -154,6 +156,11 @@ def check_batches(experiment: Experiment, ep_size: int, num_layers: int | None, 
             single += "; layer chooses one)" if "layer" in policy.params() else ")"
             refuse(num_layers is None, key, single, got)
             refuse(of_layers != num_layers, key, f"values for the {num_layers} MoE layers", got)
+    for number, one in enumerate(experiment.emulate.replication):
+        if one.spare_budget is not None and num_layers is not None:
+            least = f"at least 1 / {num_layers}, a slot for one of the recorded layers"
+            key = f"emulate.replication.{number}.spare_budget"
+            refuse(one.spare_budget * num_layers < 1 - 1e-9, key, least, one.spare_budget)
     for batch, rank in np.argwhere(tokens_BR == 0) if experiment.scope == "model" else ():
         # A rank's attention has nothing to do.
         refuse(True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}")

@@ -10,11 +10,13 @@ A *point* measures an MoE layer or a whole model, or routes for a layer:
 Whatever the backend, the same config gives the same cases on the same batches. A *case* is one policy, or one of the
 references beside it.
 
-Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences.
+Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences, L = layers, F =
+numbers of spare slots.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +47,7 @@ from moe_ep_bench.kernels import form_of, has_triton
 from moe_ep_bench.layer.backend import LayerBackend
 from moe_ep_bench.metrics import RANKS_PER_NODE
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Windows
+from moe_ep_bench.placement import Windows, fullest_by_spare, spread_over_layers
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
 from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.policies.lazy import Tensor
@@ -59,6 +61,12 @@ REPLICATION = "replication"
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
+
+
+# Slots that a budget gives to one layer at most, over the mean; more are planned for at length and seldom gain.
+MOST_OF_MEAN = 4
+# What the layers of a recording share: the division of a budget, by what decides it.
+_DIVIDED: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,10 @@ class Point:
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
         """What ``run.json`` says of a case."""
-        return case.facts(extra_bytes_per_rank=self.extra_bytes_per_rank(case))
+        wanted, spare_L = case.replication, None
+        if isinstance(wanted, ReplicationConfig) and wanted.spare_budget is not None:
+            spare_L = list(self.spare_by_layer(wanted))
+        return case.facts(extra_bytes_per_rank=self.extra_bytes_per_rank(case), spare_by_layer=spare_L)
 
     @cached_property
     def comparison_id(self) -> str:
@@ -437,8 +448,37 @@ class Point:
         """
         if case.replication is None:
             return None
-        num_layers = self.model.num_moe_layers if isinstance(case.replication, ReplicationConfig) else 1
-        return case.replication.spare_per_rank * self.expert_bytes * num_layers
+        if not isinstance(case.replication, ReplicationConfig):
+            return case.replication.spare_per_rank * self.expert_bytes
+        return float(np.mean(self.spare_by_layer(case.replication))) * self.expert_bytes * self.model.num_moe_layers
+
+    def spare_here(self, wanted: Lossless) -> int:
+        """Spare slots of a rank in this layer."""
+        if not isinstance(wanted, ReplicationConfig):
+            return wanted.spare_per_rank
+        spare_L = self.spare_by_layer(wanted)
+        return spare_L[0 if self.layer is None or len(spare_L) == 1 else self.layer]
+
+    def spare_by_layer(self, wanted: ReplicationConfig) -> tuple[int, ...]:
+        """Spare slots of a rank in each layer of the recording, or of all layers alike.
+
+        A budget is divided by the loads that the first plan knows; no layer gets more than ``MOST_OF_MEAN`` times the
+        mean.
+        """
+        if wanted.spare_budget is None:
+            assert wanted.spare_per_rank is not None
+            return (wanted.spare_per_rank,)
+        assert isinstance(self.workload, RecordedWorkload)
+        key = self.routed_alike, wanted.plan, wanted.spare_budget, self.windows(wanted).known(0)
+        if key not in _DIVIDED:
+            load_LBE = np.stack([self.workload.loads(batch) for batch in key[-1]], axis=1).astype(np.float64)
+            num_layers, _, num_experts = load_LBE.shape
+            budget = int(wanted.spare_budget * num_layers + 1e-9)
+            most = min(budget, MOST_OF_MEAN * math.ceil(wanted.spare_budget), num_experts - num_experts // self.ep_size)
+            sizes = {"most": most, "num_ranks": self.ep_size, "num_groups": self.model.num_groups or 1}
+            fullest_LF = np.array([fullest_by_spare(wanted.plan, load_BE, **sizes) for load_BE in load_LBE])
+            _DIVIDED[key] = spread_over_layers(fullest_LF, budget)
+        return _DIVIDED[key]
 
     @property
     def iterations_per_case(self) -> int:

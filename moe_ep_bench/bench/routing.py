@@ -172,11 +172,12 @@ class Router:
         """The expert in each slot ahead of a batch, int64 [P], and the milliseconds that this CPU took to plan."""
         point, plan = self.point, wanted.plan if isinstance(wanted, ReplicationConfig) else None
         known = point.windows(wanted).known(batch) if isinstance(wanted, ReplicationConfig) else ()
-        key = wanted.spare_per_rank, plan, known
+        spare = point.spare_here(wanted)
+        key = spare, plan, known
         if key not in self._plans:
             load_BE = [self.native_counts(other).sum(axis=0) for other in known]
             load_BE = np.array(load_BE, dtype=np.float64).reshape(-1, point.model.num_experts)
-            sizes = {"num_ranks": point.ep_size, "spare_per_rank": wanted.spare_per_rank}
+            sizes = {"num_ranks": point.ep_size, "spare_per_rank": spare}
             began = time.perf_counter()
             slot_expert_P = plan_ahead(plan, load_BE, **sizes, num_groups=point.model.num_groups or 1)
             self._plans[key] = slot_expert_P, 1e3 * (time.perf_counter() - began)
@@ -189,7 +190,7 @@ class Router:
         point, before = self.point, self.point.windows(wanted).before(batch)
         after_P, measured_ms = self._planned(wanted, batch)
         if before is None:
-            before_P = with_free_slots(point.model.num_experts, point.ep_size, wanted.spare_per_rank)
+            before_P = with_free_slots(point.model.num_experts, point.ep_size, point.spare_here(wanted))
         else:
             before_P, _ = self._planned(wanted, before)
         moved_RR = moved_experts(before_P, after_P, point.ep_size, point.ranks_per_node) * point.expert_bytes

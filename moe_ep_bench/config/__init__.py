@@ -367,8 +367,10 @@ class Lossless(Strict):
 class ReplicationConfig(Lossless):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
-    spare_per_rank: int = Field(ge=1, le=MOST)
-    """Experts of a rank beyond its share."""
+    spare_per_rank: int | None = Field(None, ge=1, le=MOST)
+    """Experts of a rank beyond its share; this or spare_budget."""
+    spare_budget: float | None = Field(None, gt=0, le=MOST)
+    """Mean over a recording's layers; those whose planned fullest rank falls most get them."""
     plan: Literal["eplb", "variance"] = "eplb"
     """Plans for mean loads, or also for their variance over batches (FlashLB)."""
     balancer: Literal["static", "lp", "activated"] = "static"
@@ -385,6 +387,12 @@ class ReplicationConfig(Lossless):
     """Weights of a new plan move while all ranks wait, or beside exchanges, a layer a batch."""
     plan_ms: Annotated[float, Field(ge=0)] | None = None
     """Time to plan a layer; null = measured on this CPU. Of a stall only: else it is hidden."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplicationConfig:
+        if (self.spare_per_rank is None) == (self.spare_budget is None):
+            raise UserError("give either spare_per_rank or spare_budget")
+        return self
 
     @property
     def name(self) -> str:
@@ -548,6 +556,9 @@ class Experiment(SweepPoint):
                 raise UserError(f"emulate.replication.{number}.{asked[0]}: expected {expected}")
             if asked and self.windows(one).window is None:
                 raise UserError(f"emulate.replication.{number}.{asked[0]}: expected a window or every beside it")
+            if one.spare_budget is not None and (shuffled or not isinstance(workload, RecordedConfig)):
+                expected = "a recording, by arrival: the window of the first plan says which layers gain"
+                raise UserError(f"emulate.replication.{number}.spare_budget: expected {expected}")
             if (needed := self.windows(one).num_history) > self.num_history:
                 raise UserError(
                     f"workload.history: expected at least {needed}, which emulate.replication.{number} knows, "

@@ -174,7 +174,9 @@ def _plan_parts(name: str, settings: Mapping[str, Setting], short: Collection[st
         parts[0] += [f"({solve_us:g}", *(("us)",) if "solve_us" in short else ("us", "to", "solve)"))]
     if spare is not None:
         parts.append([f"{spare}", "spare", *(() if "spare_per_rank" in short else ("per", "rank"))])
-    said = ("plan", "balancer", "spare_per_rank", "solve_us")
+    if (budget := values.get("spare_budget")) is not None:
+        parts.append([f"{budget:g}", "spare", "per", "layer", *(() if "spare_per_rank" in short else ("and", "rank"))])
+    said = ("plan", "balancer", "spare_per_rank", "spare_budget", "solve_us")
     parts += [[f"{key}={one.value}"] for key, one in settings.items() if key not in said and not one.is_default]
     return [*(word for part in parts[:-1] for word in (*part[:-1], f"{part[-1]},")), *parts[-1]]
 
@@ -483,6 +485,16 @@ def skew_words(layers: SkewLayers) -> str:
         f"one layer stands for {layers.num_layers}, whose fullest ranks have {least:.2f} to {greatest:.2f} "
         f"(median {median:.2f}) times what a cut at capacity factor 1 leaves of them"
     )
+
+
+def spare_words(spare_by_layer: Sequence[int]) -> str:
+    """Which layers of a recording got how many slots of a budget."""
+    numbers = sorted({*spare_by_layer} - {0}, reverse=True)
+    layers = {number: [layer for layer, spare in enumerate(spare_by_layer) if spare == number] for number in numbers}
+    given = "; ".join(f"{number} in {', '.join(map(str, listed))}" for number, listed in layers.items())
+    num_given = sum(map(len, layers.values()))
+    total = f"{sum(spare_by_layer)} spare slots of a rank in {num_given} of {len(spare_by_layer)} recorded layers"
+    return f"{total}{given and f' ({given})'}"
 
 
 def scale_words(scale: float) -> str:

@@ -26,7 +26,8 @@ the mixture; or they follow each other (``mix: sequence``), so that traffic shif
 * decode: recordings have equally many of the B slots, the first named one more where B does not divide, and a slot
   stays with its recording.
 
-Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
+Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences, L =
+recorded layers.
 """
 
 from __future__ import annotations
@@ -134,6 +135,18 @@ class RecordedWorkload(Workload):
             jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
             recorded = ids_TK[token_T].astype(np.int64), scores_TK[token_T]
             yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self.selection)
+
+    def loads(self, index: int) -> NDArray[np.int64]:
+        """Pairs of every expert in every recorded layer of batch ``index``, by the recorded choices: int64 [L, E]."""
+        first_S, length_S = self._spans[index + self.num_history]
+        token_T = np.concatenate([np.arange(length) + first for first, length in zip(first_S, length_S, strict=True)])
+        return np.array([np.bincount(ids_TK[token_T].ravel(), minlength=self.num_experts) for ids_TK in self._ids_L])
+
+    @cached_property
+    def _ids_L(self) -> list[NDArray[np.unsignedinteger]]:  # noqa: N802
+        """Recorded choices of each layer, of all recordings."""
+        layers = range(self.traces[0].num_layers)
+        return [np.concatenate([trace.read_layer(layer)[0] for trace in self.traces]) for layer in layers]
 
     def describe(self) -> dict[str, object]:
         first = self.traces[0]

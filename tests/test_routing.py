@@ -9,10 +9,12 @@ import pytest
 import torch
 from test_run import write_config
 
+from moe_ep_bench.bench.description import routed_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import BALANCED, RANKS, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.traffic import route_layer
+from moe_ep_bench.errors import UserError
 
 CPU = torch.device("cpu")
 POLICIES = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "lynx", "num_dropped": 8}]
@@ -89,3 +91,19 @@ def test_balanced_loads_are_even_over_ranks_of_any_sizes(tmp_path: Path) -> None
     load_E = traffic.counts_RP.sum(axis=0)
     assert load_E.sum() == 100 * comparison.model.top_k
     assert load_E.max() - load_E.min() <= 1
+
+
+def test_ranks_have_unequal_tokens_by_one_number(tmp_path: Path) -> None:
+    """Data-parallel attention's imbalance is a fact of its own, beside that of the experts."""
+    asked = {"workload__num_tokens": 100, "workload__tokens_of_ranks": 1.6, "workload__num_batches": 2}
+    config = write_config(tmp_path, layer__ep_size=4, emulate={"links": "h100-nvlink4"}, **asked)
+    comparison = plan(config, [], VIRTUAL, on_cpu=True)[0]
+    assert comparison.tokens_R.max() == 40
+    assert (comparison.rank_tokens == comparison.tokens_R).all()
+    assert routed_facts(comparison).fullest_tokens == 1.6
+    same = plan(config, ["workload.tokens_of_ranks=1.7"], VIRTUAL, on_cpu=True)[0]
+    assert same.comparison_id != comparison.comparison_id
+    with pytest.raises(UserError, match=r"workload\.tokens_of_ranks: expected 1 to 4, the number of ranks, got 5"):
+        plan(config, ["workload.tokens_of_ranks=5"], VIRTUAL, on_cpu=True)
+    with pytest.raises(UserError, match="give either tokens_per_rank or num_tokens, or tokens_of_ranks as a list"):
+        plan(config, ["workload.num_tokens=null"], VIRTUAL, on_cpu=True)

@@ -136,7 +136,8 @@ def test_the_answer_says_which_layers_got_slots(
     assert main(["show", str(tmp_path / "out")]) == OK
     cases = json.loads(next((tmp_path / "out").rglob("run.json")).read_text())["cases"].values()
     divided = next(case["spare_by_layer"] for case in cases if case["role"] == "replication")
-    assert f"EPLB, 0.6 spare per layer and rank, window=2: {spare_words(divided)}" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"EPLB, 0.6 spare per layer and rank, window=2: {spare_words(divided)}" in shown
 
 
 def test_words_of_a_division() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import TopK, top_k_map
 from moe_ep_bench.workload.batch import (
@@ -20,6 +21,7 @@ from moe_ep_bench.workload.batch import (
     deal_sequences,
     dealing_order,
     image_tokens,
+    spread_tokens,
 )
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, keep_top_k_ahead
 
@@ -219,3 +221,26 @@ def test_ranks_that_were_given_their_tokens_get_them_in_order(lengths: list[int]
     assert owner_T.tolist() == [rank for rank, tokens in enumerate(tokens_R) for _ in range(tokens)]
     starts = [0, *np.cumsum(lengths), *np.cumsum(tokens_R)]
     assert start_P.tolist() == sorted(set(starts)), "no piece is of two sequences or two ranks"
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 5000), st.integers(1, 64), st.floats(0, 1), st.integers(0, 5))
+def test_the_fullest_rank_has_its_share_and_all_tokens_are_dealt(
+    num_tokens: int, num_ranks: int, part: float, seed: int
+) -> None:
+    fullest = 1 + part * (num_ranks - 1)
+    tokens_R = spread_tokens(num_tokens, num_ranks, fullest, seed)
+    assert (len(tokens_R), tokens_R.sum(), tokens_R.min() >= 0) == (num_ranks, num_tokens, True)
+    assert tokens_R.max() <= math.ceil(fullest * num_tokens / num_ranks)
+    assert abs(tokens_R.max() - fullest * num_tokens / num_ranks) <= 1
+    assert (tokens_R == spread_tokens(num_tokens, num_ranks, fullest, seed)).all()
+
+
+def test_a_spread_of_one_is_even_and_one_of_all_ranks_gives_one_rank_everything() -> None:
+    assert spread_tokens(32, 4, 1.0, seed=0).tolist() == [8, 8, 8, 8]
+    assert sorted(spread_tokens(32, 4, 4.0, seed=0).tolist()) == [0, 0, 0, 32]
+    orders = {tuple(spread_tokens(400, 4, 1.6, seed)) for seed in range(8)}
+    assert len(orders) > 1, "which rank is fullest is drawn"
+    assert {tuple(sorted(one)) for one in orders} == {(53, 76, 111, 160)}
+    with pytest.raises(UserError, match=r"expected 1 to 4, the number of ranks, got 4\.5"):
+        spread_tokens(32, 4, 4.5, seed=0)

@@ -229,9 +229,11 @@ def served(experiment: Experiment) -> Served:
     )
 
 
-def _served_tokens(tokens_R: tuple[int, ...] | None, total: Callable[[int], int]) -> Callable[[int], int]:
+def _served_tokens(asked: tuple[int, ...] | float | None, total: Callable[[int], int]) -> Callable[[int], int]:
     """Tokens of a batch by the number of ranks, as if every rank had as many as the fullest."""
-    return total if tokens_R is None else lambda num_ranks: max(tokens_R) * num_ranks
+    if isinstance(asked, tuple):
+        return lambda num_ranks: max(asked) * num_ranks
+    return lambda num_ranks: round(total(num_ranks) * min(asked or 1, num_ranks))
 
 
 def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float | None:

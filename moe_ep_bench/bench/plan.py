@@ -139,9 +139,7 @@ def make_point(experiment: Experiment, backend: str, world_size: int | None = No
     if is_emulated:
         links, device = _stand_ins(experiment, experiment.layer.ep_size or world_size)
         backend = backend if device is None else MODELLED
-    if (tokens_R := experiment.workload.tokens_of_ranks) is not None:
-        of_each = f"a number for each of the {world_size} ranks"
-        checks.refuse(len(tokens_R) != world_size, "workload.tokens_of_ranks", of_each, f"{len(tokens_R)} of them")
+    experiment.workload.dealt_tokens(world_size)  # Raises where ranks cannot have theirs.
     workloads = open_workloads(experiment, world_size)
     layer_backend = _layer_backend(experiment, backend, links, device, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING

@@ -379,8 +379,7 @@ class Point:
     @cached_property
     def tokens_R(self) -> NDArray[np.int64] | None:  # noqa: N802
         """Tokens of every rank in any batch, where they were asked for: int64 [R]."""
-        asked = self.experiment.workload.tokens_of_ranks
-        return None if asked is None else np.array(asked, dtype=np.int64)
+        return self.experiment.workload.dealt_tokens(self.world_size)
 
     @property
     def most_tokens(self) -> int:

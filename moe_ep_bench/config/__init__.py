@@ -33,6 +33,7 @@ from moe_ep_bench.presets import (
     unknown_key,
     validated,
 )
+from moe_ep_bench.workload.batch import spread_tokens
 from moe_ep_bench.workload.targets import PATTERNS, TARGETS, Skew, layer_loads, load_skew
 
 # ``run.json`` has only the last part of a path.
@@ -99,8 +100,8 @@ class _Workload(Strict):
     """Tokens of a rank, on average."""
     num_tokens: int | None = Field(None, ge=1, le=MOST)
     """Tokens of all ranks; this or tokens_per_rank."""
-    tokens_of_ranks: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] | None = None
-    """Tokens of each rank, in place of both."""
+    tokens_of_ranks: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] | Annotated[float, Field(ge=1)] | None = None
+    """Tokens of each rank, in place of both; or beside one, the fullest rank's tokens over the mean."""
     num_batches: int = Field(10, ge=1, le=MOST_RUNS)
     """Batches; intervals need ten."""
     history: int | None = Field(None, ge=0, le=MOST_RUNS)
@@ -114,17 +115,37 @@ class _Workload(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
-        if [self.tokens_per_rank, self.num_tokens, self.tokens_of_ranks].count(None) != 2:
-            raise UserError("give either tokens_per_rank or num_tokens, or tokens_of_ranks")
-        if self.tokens_of_ranks is not None and not any(self.tokens_of_ranks):
+        if [self.tokens_per_rank, self.num_tokens, self._listed].count(None) != 2:
+            raise UserError("give either tokens_per_rank or num_tokens, or tokens_of_ranks as a list")
+        if self._listed is not None and not any(self._listed):
             raise UserError("tokens_of_ranks: expected some tokens, got none on any rank")
-        if sum(self.tokens_of_ranks or ()) > MOST:
+        if sum(self._listed or ()) > MOST:
             raise UserError(f"tokens_of_ranks: expected at most {MOST:,} tokens in all")
         return self
 
+    @property
+    def _listed(self) -> tuple[int, ...] | None:
+        return self.tokens_of_ranks if isinstance(self.tokens_of_ranks, tuple) else None
+
+    def dealt_tokens(self, world_size: int) -> NDArray[np.int64] | None:
+        """Tokens of every rank, int64 [R]; None = as even as sequences allow.
+
+        Raises:
+            ValueError: there are as many ranks, or none could have so many tokens.
+        """
+        asked = self.tokens_of_ranks
+        if asked is None:
+            return None
+        with naming("workload.tokens_of_ranks"):
+            if isinstance(asked, float):
+                return spread_tokens(self.total_tokens(world_size), world_size, asked, self.seed)
+            if len(asked) != world_size:
+                raise UserError(f"expected a number for each of the {world_size} ranks, got {len(asked)} of them")
+        return np.array(asked, dtype=np.int64)
+
     def total_tokens(self, world_size: int) -> int:
-        if self.tokens_of_ranks is not None:
-            return sum(self.tokens_of_ranks)
+        if self._listed is not None:
+            return sum(self._listed)
         return self.num_tokens if self.num_tokens is not None else (self.tokens_per_rank or 0) * world_size
 
 

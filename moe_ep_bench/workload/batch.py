@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.workload.scores import Run, runs_of
+from moe_ep_bench.workload.scores import Run, Stream, generator, runs_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +196,31 @@ def deal_pieces(
         return start_P, np.searchsorted(tokens_R.cumsum(), start_P[:-1], side="right")
     start_P = pieces_of(length_S, num_ranks)
     return start_P, deal_sequences(np.diff(start_P), num_ranks)
+
+
+def spread_tokens(num_tokens: int, num_ranks: int, fullest: float, seed: int) -> NDArray[np.int64]:
+    """Give ranks unequal numbers of tokens, as data-parallel attention has them: int64 [R].
+
+    The fullest has ``fullest`` times the mean. The numbers fall by the same factor from each rank to the next, in an
+    order of ranks that is drawn.
+
+    Raises:
+        ValueError: no rank can have so many.
+    """
+    if not 1 <= fullest <= num_ranks:
+        raise UserError(f"expected 1 to {num_ranks}, the number of ranks, got {fullest:g}")
+    most, rank_R = round(fullest * num_tokens / num_ranks), np.arange(num_ranks)
+
+    def shares(factor: float) -> NDArray[np.float64]:
+        return factor**rank_R / (factor**rank_R).sum()
+
+    low, high = 0.0, 1.0  # the first has all, or they are equal
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if shares(middle)[0] * num_ranks > fullest else (low, middle)
+    wanted_R = shares(high)[1:] / max(shares(high)[1:].sum(), 1e-300) * (num_tokens - most)
+    tokens_R = np.concatenate([[most], np.diff(np.append(0, wanted_R.cumsum().round()))]).astype(np.int64)
+    return generator(seed, Stream.RANKS).permutation(tokens_R)
 
 
 def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]:

@@ -55,6 +55,7 @@ class Stream(IntEnum):
     PLACES = 6
     REFERENCE = 7
     MOTION = 8
+    RANKS = 9
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:

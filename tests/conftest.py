@@ -42,6 +42,7 @@ LONGEST = (
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
 WARM = (
     "docs_commands",
+    "benchmarks",
     "calibrate",
     "doctor",
     "emulate",
@@ -51,10 +52,15 @@ WARM = (
     "layer",
     "model_run",
     "own_policies",
+    "papers",
+    "records",
     "run",
     "scopes",
     "validate",
 )
+
+# Files whose tests look at no figure's pixels (tests/undrawn.py).
+UNDRAWN = ("benchmarks", "conditions", "quality", "quality_tasks", "route")
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +131,17 @@ def _server() -> Iterator[Server]:
 def _warm(request: pytest.FixtureRequest, _server: Server) -> Iterator[None]:
     if request.path.stem.removeprefix("test_") in WARM:
         with warm(_server):
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.stem.removeprefix("test_") in UNDRAWN:
+        from undrawn import nothing_drawn
+
+        with nothing_drawn():
             yield
     else:
         yield

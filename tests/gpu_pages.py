@@ -16,6 +16,7 @@ import pytest
 from scipy.stats import linregress
 
 from moe_ep_bench.analysis.cases import cases, load, samples
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.models import load_model
 from moe_ep_bench.papers import numbers
@@ -40,9 +41,14 @@ def table(gpu: str, name: str) -> pd.DataFrame:
 
 
 @cache
+def store_of(name: str) -> Store:
+    return load(REFERENCE / name)
+
+
+@cache
 def frame(name: str) -> pd.DataFrame:
     """``cases`` of a results directory."""
-    return cases(load(REFERENCE / name))
+    return cases(store_of(name))
 
 
 def row_of(*cells: str) -> str:
@@ -85,10 +91,9 @@ def of_machine(gpu: str) -> list[str]:
 @cache
 def phases_ms(gpu: str) -> pd.DataFrame:
     """By model and label: medians over iterations with probes, one column a phase."""
-    store = load(REFERENCE / f"gpu-check-{gpu}")
-    rows = samples(store).query("kind == 'breakdown'")
+    rows = samples(store_of(f"gpu-check-{gpu}")).query("kind == 'breakdown'")
     sums_us = rows.groupby(["case_id", "launch", "batch", "iteration", "phase"])["time_us"].sum().unstack()
-    about = cases(store).set_index("case_id")[["model", "label"]]
+    about = frame(f"gpu-check-{gpu}").set_index("case_id")[["model", "label"]]
     return (sums_us.groupby("case_id").median() / 1e3).join(about).set_index(["model", "label"])
 
 
@@ -372,11 +377,11 @@ def of_h200() -> list[str]:
     laser = large[large.index.str.match(r"laser (?!.*chunk)|load_only")]["graph us"] / 1e3
     by_request = "xshare k0=1 scope=request request_budget=2"
     drop, expanded = routed_us("h200").iloc[0, 2:]
-    eager = frame("decode-graph-h200").query("num_tokens in (256, 512) and ~title.str.contains('graph')")
+    cases_of_steps = frame("decode-graph-h200")
+    eager = cases_of_steps.query("num_tokens in (256, 512) and ~title.str.contains('graph')")
     eager = eager[eager["label"].str.startswith("oea")]["speedup_median"]
-    store = load(REFERENCE / "decode-graph-h200")
-    about = cases(store).query("title.str.contains('graph') and num_tokens == 16").set_index("case_id")["label"]
-    rows = samples(store).query("kind == 'breakdown' and phase == 'policy'")
+    about = cases_of_steps.query("title.str.contains('graph') and num_tokens == 16").set_index("case_id")["label"]
+    rows = samples(store_of("decode-graph-h200")).query("kind == 'breakdown' and phase == 'policy'")
     router = rows[rows["case_id"].isin(about.index)].groupby("case_id")["time_us"].median().rename(about)
     peaks, graph = {}, []
     for path in REFERENCE.glob("*-h200/cases/*.parquet"):

@@ -24,9 +24,9 @@ from moe_ep_bench.runtime.ranks import join
 
 # Modules of each suite; the first has its ``Lab``.
 SUITES = {
-    "layer": ("layer_laws", "graph_laws"),
+    "layer": ("layer_laws", "runner_laws", "graph_laws"),
     "model": ("transformer_laws",),
-    "virtual": ("virtual_laws", "virtual_transformer_laws"),
+    "virtual": ("virtual_laws", "runner_laws", "virtual_transformer_laws"),
 }
 
 
@@ -59,7 +59,12 @@ def laws_of(suite: str) -> dict[str, Law]:
 
 def cases(suite: str) -> list[tuple[int, str]]:
     """Numbers of ranks, and the names of their laws."""
-    return [(number, name) for name, one in laws_of(suite).items() for number in one.ranks]
+    return [(number, name) for name, one in laws_of(suite).items() for number in _ranks(suite, one)]
+
+
+def _ranks(suite: str, one: Law) -> tuple[int, ...]:
+    """Virtual ranks are one process, however many they are."""
+    return (1,) if suite == "virtual" else one.ranks
 
 
 def check(suite: str, num_ranks: int, name: str) -> None:
@@ -93,7 +98,7 @@ def run(suite: str, report: Path) -> None:
     results: dict[str, str | None] = {}
     with device_scope(), torch.inference_mode():
         for name, one in all_laws.items():
-            if not (one.on_one if is_gpu and number == 1 else number in one.ranks):
+            if not (one.on_one if is_gpu and number == 1 else number in _ranks(suite, one)):
                 continue
             try:
                 one.check(lab)

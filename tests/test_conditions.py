@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -140,26 +141,25 @@ def test_a_column_that_is_unknown_or_of_another_kind_is_named(condition: str, li
 
 
 def hostile(touched: Path) -> dict[str, object]:
-    """What a config's ``figures`` in run.json may try, by what the line says of it."""
+    """What a config's ``figures`` in run.json may try, by a pattern of the line that says so."""
     command = f"touch {touched}"
     line = {"x": "capacity_factor", "y": "dropped_share"}
     return {
-        "0.where: Value error, expected columns": [{**line, "where": f"@pd.io.common.os.system('{command}')"}],
-        "0.where: expected columns and": [{**line, "where": f"__import__('os').system('{command}')"}],
-        "0.x: expected a column": [{**line, "x": "facts"}],
-        "0.by: expected a column": [{**line, "by": "{title.__class__}"}],
-        "0.facet: expected a column": [{**line, "facet": "policy_params"}],
-        "0.y: expected a column": [{**line, "y": "../../out"}],
-        "0.where: expected a column": [{**line, "where": "facts == null"}],
-        "0: expected": ["policy"],
-        "figures.: expected": 7,
-        "0.z: Extra": [{**line, "z": 1}],
+        r"0\.where: expected columns and .*@pd.io": [{**line, "where": f"@pd.io.common.os.system('{command}')"}],
+        r"0\.where: expected columns and .*__import__": [{**line, "where": f"__import__('os').system('{command}')"}],
+        r"0\.x: expected a column": [{**line, "x": "facts"}],
+        r"0\.by: expected a column": [{**line, "by": "{title.__class__}"}],
+        r"0\.facet: expected a column": [{**line, "facet": "policy_params"}],
+        r"0\.y: expected a column": [{**line, "y": "../../out"}],
+        r"0\.where: expected a column": [{**line, "y": "median_ms", "where": "facts == null"}],
+        r"0: expected": ["policy"],
+        r"\w*: expected a valid list": 7,
+        r"0\.z: Extra": [{**line, "z": 1}],
     }
 
 
-@pytest.mark.parametrize("said", list(hostile(Path("x"))))
-def test_figures_of_a_strangers_results_cost_a_line_and_nothing_else(
-    said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_figures_of_a_strangers_results_cost_a_line_each_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plot, "FIGURES", {"dropped": plot.FIGURES["dropped"]})
@@ -167,14 +167,14 @@ def test_figures_of_a_strangers_results_cost_a_line_and_nothing_else(
     write_run(run, [FakeComparison(cases=standard_cases()[:1] + standard_cases()[3:], **FEW)])
     content = json.loads((run / "run.json").read_text())
     for job in content["runs"].values():
-        job["config"] = [{"figures": hostile(touched)[said]}]
+        job["config"] = [{"figures": figures} for figures in hostile(touched).values()]
     (run / "run.json").write_text(json.dumps(content))
     for command in (["show", str(run), "--format", "html"], ["plot", str(run), "--format", "svg"]):
         assert main(command) == 1
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1
-        assert "figures" in lines[0]
-        assert said.partition(": ")[0].removeprefix("figures.") in lines[0]
+        found = [[bool(re.search(rf"figures\.{said}", line)) for said in hostile(touched)] for line in lines]
+        assert [row.count(True) for row in found] == [1] * len(hostile(touched))
+        assert [sum(column) for column in zip(*found, strict=True)] == [1] * len(hostile(touched))
     assert (run / "figures" / "dropped.svg").is_file()
     assert not touched.exists()
 

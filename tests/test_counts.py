@@ -85,6 +85,7 @@ def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_cou
     (tmp_path / "counts.json").write_text(json.dumps(counts.tolist()))
     asked = ["--model", "olmoe-1b-7b", "--ep", "8", "--tokens", "4096", "--out", str(tmp_path / "out")]
     asked += ["--set", f"workload.skew_from={tmp_path / 'counts.json'}", "--set", "workload.layer=all"]
+    asked += ["--set", "sweep.workload.seed=[1]", "--set", "emulate.overlap=none"]
     assert main(["advise", *asked]) == 0
     text = capsys.readouterr().out
     assert "counts.json: 4 of its 5 layers, as the others, dense ones for one, count nothing" in text

@@ -61,7 +61,7 @@ STAND_INS = {
     "FILE": "recordings/olmoe.safetensors",
     "DIR": "somewhere",
     "MODEL": "models/OLMoE-1B-7B",
-    "16384": "256",  # tokens of advise --model
+    **dict.fromkeys(("4096", "16384"), "256"),  # tokens of advise --model
 }
 OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
@@ -97,6 +97,7 @@ LISTED = {
 # Each start and each answer takes seconds, and CUDA graphs need a GPU: these are run, others tried by --dry-run.
 STARTED = ("run configs/decode.yaml", "run configs/whatif-skew.yaml")
 ANSWERED = ("advise --model config.json", "advise --model mixtral", "advise results/")
+ONE_DRAW = "sweep.workload.seed=[1] emulate.overlap=none workload.num_batches=2"
 # They write what others read.
 FIRST = (
     "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
@@ -137,6 +138,8 @@ def arguments_of(line: str) -> list[str]:
     arguments = [one.removeprefix("/") if one.startswith("/models/") else one for one in arguments]
     if line in LISTED:
         return [*arguments, LISTED[line][0]]
+    if line.startswith("advise --model"):
+        return [*arguments, *(f"--set={override}" for override in ONE_DRAW.split())]
     if line.startswith("plot"):
         # The page draws all.
         return [*arguments, "--format", "svg", *(() if "--x" in arguments else ("--figures", "speedup"))]
@@ -179,20 +182,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A PNG takes as long again as an SVG; figures have tests of their own, in pages too.
+# Figures have tests of their own, and take longer than most commands; what plots alone draws them, as SVG.
 PROGRAM = """
-import sys
+import contextlib, sys
 from moe_ep_bench import cli
-from moe_ep_bench.analysis import page, style
-style.DEFAULT_FORMATS, page.drawings = ("svg",), lambda *_: {}
-sys.exit(cli.main(sys.argv[1:]))
+from undrawn import nothing_drawn
+with contextlib.nullcontext() if sys.argv[1] == "plot" else nothing_drawn():
+    sys.exit(cli.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize("line", PRINTED, ids=str)
 def test_a_printed_command_runs(line: str, folder: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, *arguments_of(line)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     # A doctor may find that the machine lacks something.
     assert done.returncode in ((0, 1) if line.startswith("doctor") else (0,)), (done.stdout + done.stderr)[-3000:]

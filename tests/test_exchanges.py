@@ -213,21 +213,6 @@ def test_every_row_is_met_under_uniform_routing(named: str) -> None:
             assert found == pytest.approx([us] * known.num_ranks, rel=0.01), (phase, tokens)
 
 
-MISTAKES = {
-    "table:h100_sxm/sglang/": "expected a version of sglang of 0.5.12, 0.5.6.post2; got",
-    "table:h100_sxm/sglang/0.5.12": "expected a kind of exchange of sglang 0.5.12 of deepep_normal, deepep_ll; got",
-    "table:h100_sxm/sglang/0.5.12/deep": "expected a kind of exchange .*; got 'deep'",
-    "table:h100_sxm/tensor/1": "expected a framework of nccl, sglang, trtllm, vllm; got 'tensor'",
-    "table:h100_sxm/nccl/2.29.2/ll": "expected table:h100_sxm/nccl/2.29.2; got",
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_an_unknown_part_lists_what_there_is(name: str) -> None:
-    with pytest.raises(UserError, match=MISTAKES[name]):
-        load_links_of_layer(name, DEEPSEEK, 8, "fp8_block")
-
-
 @pytest.mark.parametrize(
     ("ranks", "dtype", "changes", "message"),
     [

@@ -208,29 +208,6 @@ def test_decode_behind_low_latency_dispatch_is_not_priced_by_rows_of_other_kerne
     assert other_us > 2 * masked_us
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "table:h200_sxm/sglang/0.5.6.post2",
-            "expected a kind of experts of sglang 0.5.6.post2 of deepep_normal, deepep_ll",
-        ),
-        (
-            "table:h200_sxm/sglang/0.5.10/deep",
-            "expected a kind of experts of sglang 0.5.10 of deepep_normal, deepep_ll",
-        ),
-        ("table:h200_sxm/trtllm/1.3.0rc20/wideep", "expected table:h200_sxm/trtllm/1.3.0rc20; got"),
-        (
-            "table:h200_sxm/trtllm/1.3.0rc10/wide",
-            "expected a kind of experts of trtllm 1.3.0rc10 of wideep, wideep_288",
-        ),
-    ],
-)
-def test_an_unknown_part_lists_what_there_is(name: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_device_of_layer(name, DEEPSEEK, 32, "fp8_block")
-
-
 def test_an_ep_size_without_rows_is_refused() -> None:
     with pytest.raises(UserError, match=r"EP 2, 4, 8, 16, 32, 64, 128, 256\); got .*, EP 1$"):
         load_device_of_layer(NORMAL, DEEPSEEK, 1, "fp8_block")

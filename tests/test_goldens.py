@@ -17,8 +17,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from matplotlib.figure import Figure
+from undrawn import nothing_drawn
 
-from moe_ep_bench.analysis import style
 from moe_ep_bench.analysis.equivalence import write_validation
 from moe_ep_bench.analysis.paper_claims import load_claims, write_claims
 from moe_ep_bench.bench.commands import route
@@ -226,19 +224,6 @@ def digest(load_E: Sequence[int]) -> str:
 
 def missing_traces(golden: Golden) -> list[str]:
     return [path for path in golden.traces if not Path(path).is_file()]
-
-
-@contextmanager
-def nothing_drawn() -> Iterator[None]:
-    """Let figures be saved as empty files without a layout: only their numbers are looked at."""
-
-    def save(figure: Figure, path: Any, **options: Any) -> None:
-        Path(path).write_bytes(b"")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
-        patch.setattr(style, "settle", lambda figure: None)
-        yield
 
 
 def fresh_tables(golden: Golden, folder: Path) -> dict[str, pd.DataFrame]:

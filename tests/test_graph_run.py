@@ -20,8 +20,7 @@ from test_run import TESTS, cases_of, environment, write_config
 
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import RANKS
-from moe_ep_bench.cli import main
-from moe_ep_bench.errors import CASES_FAILED, USER_ERROR
+from moe_ep_bench.errors import CASES_FAILED
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
@@ -130,27 +129,6 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         expected = {(-1, "embedding"), (-1, "output"), (0, "attention"), (1, "experts"), (1, "policy")}
         assert expected | {(1, "wait_combine")} <= found[True]
         assert {phase for layer, phase in found[True] if layer >= 0} <= set(PHASES)
-
-
-REFUSED = {
-    "unequal tokens": ({"workload__num_tokens": 13}, "run", 2, "got 6 to 7 tokens of batch 0 on a rank"),
-    "emulate": (
-        {"emulate": {"links": "h100-nvlink4"}}, "emulate", None,
-        "layer.experts: expected any but decode, for emulate stands in for an all-to-all, got decode",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes, command, nproc, message = REFUSED[name]
-    config = write_config(tmp_path, LAYER, sweep={}, **changes)
-    options = [] if nproc is None else ["--nproc", str(nproc)]
-    # A dry run makes no batch, and so deals none.
-    options += [] if "batch 0" in message else ["--dry-run"]
-    assert main([command, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
-    assert not (tmp_path / "out").exists()
-    assert message in capsys.readouterr().err
 
 
 def test_prompts_are_in_no_graph(tmp_path: Path) -> None:

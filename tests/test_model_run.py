@@ -70,6 +70,15 @@ def phases_of(out: Path) -> pd.DataFrame:
     return rows[rows.phase.isin(PHASES)]
 
 
+def closed_totals(out: Path, **tolerance: float) -> pd.Series:
+    """Totals of instrumented iterations, which the phases of all layers and what no phase covers add up to."""
+    rows, key = parts(out, "cases").query("kind == 'breakdown'"), ["case_id", *KEY]
+    rows = rows[rows.phase.isin([*PHASES, UNACCOUNTED, TOTAL])]
+    totals, others = (of.groupby(key).time_us.sum() for of in (rows[rows.phase == TOTAL], rows[rows.phase != TOTAL]))
+    np.testing.assert_allclose(others, totals, **tolerance)
+    return totals
+
+
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     cases, layers = parts(finished, "cases"), phases_of(finished)
     assert list(cases.columns) == SAMPLES_SCHEMA.names
@@ -78,12 +87,7 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     assert set(plain.phase) == {TOTAL}
     assert len(plain) == NUM_CASES * 2 * 2  # ranks, batches
     assert set(breakdown.phase) == {*LAYER_PHASES, *MODEL_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
-    key = ["case_id", *KEY]
-    sums = layers.groupby(key).time_us.sum()
-    sums += breakdown[breakdown.phase == UNACCOUNTED].set_index(key).time_us
-    totals = breakdown[breakdown.phase == TOTAL].set_index(key).time_us
-    assert len(totals) == NUM_CASES * 2 * 2
-    np.testing.assert_allclose(sums.sort_index(), totals.sort_index(), atol=1.0)
+    assert len(closed_totals(finished, atol=1.0)) == NUM_CASES * 2 * 2
     phases = layers.groupby(layers.layer.fillna(-1).astype(int)).phase.agg(set).to_dict()
     assert phases.keys() == {-1, *DENSE, *MOE}
     assert phases[-1] == {"embedding", "rest", "output"}

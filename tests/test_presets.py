@@ -31,14 +31,3 @@ def test_every_preset_loads_and_its_figures_have_sources(kind: type[Preset], nam
         assert found.name == name
         words = describe_links(found.facts()) if kind is Links else describe_device(found.facts)
         assert words.startswith(f"modelled by {kind.FOLDER}/{name}: ")
-
-
-@pytest.mark.parametrize(
-    ("kind", "unknown", "close"),
-    [(ModelSpec, "deepseek-v4", "deepseek-v3"), (Device, "h1000", "h100-sxm"), (Links, "h100-nvlink", "h100-nvlink4")],
-)
-def test_an_unknown_name_lists_what_there_is(kind: type[Preset], unknown: str, close: str) -> None:
-    with pytest.raises(ValueError, match=f"{', '.join(kind.names())}; got '{unknown}'") as error:
-        kind.named(unknown)
-    assert close in str(error.value)
-    assert "\n" not in str(error.value)

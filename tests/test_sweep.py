@@ -189,9 +189,3 @@ def test_an_override_holds_for_recordings_too_or_for_them_alone(tmp_path: Path) 
     assert found("model.preset=olmoe-1b-7b") == found("sweep.model.preset=[olmoe-1b-7b]") == [(1, None), (2, None)]
     assert len(found("sweep.model.preset=[olmoe-1b-7b, deepseek-v2-lite]")) == 4 + 3
     assert {one.workload.tail for one in recorded(tmp_path, "workload.tail=uniform")[2:]} == {"uniform"}
-
-
-@pytest.mark.parametrize("entry", [["a"], "a", {"workload.seed": 1}])
-def test_recordings_that_are_none_are_refused(entry: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.yaml: sweep\.recorded: expected a list of"):
-        load_experiments(write(tmp_path, {"recorded": entry}), on_cpu=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -13,12 +14,16 @@ from typing import Any
 import pytest
 import yaml
 from refusals import refusal
+from test_config import HF
 
 from moe_ep_bench import cli
 from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import load_experiments, override
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import USER_ERROR, UserError
 from moe_ep_bench.files import dump_yaml, parse_yaml
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import make_policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -35,6 +40,13 @@ QUALITY = {
     "layer": {"ep_size": 2},
     "policies": [{"name": "topk"}],
 }
+
+SHAPE = "num_experts: 64, top_k: 4, hidden_size: 64, ffn_hidden_size: 64"
+# Routed experts of a width of their own, which no layer runs.
+LATENT = {
+    **HF, "model_type": "kimi_linear", "num_experts": 16, "num_experts_per_token": 4, "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "routed_expert_hidden_size": 32,
+}  # fmt: skip
 
 # Values of a config's keys, set for ``emulate``.
 CHANGES = {
@@ -77,6 +89,51 @@ CHANGES = {
     "emulate.rebalance=[{name: moonep, least_pairs: 1}]": "least_pairs: expected none beside moonep",
     "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected 'static', 'lp' or 'activated'",
     "emulate.rebalance=[{name: waterfill}]": "expected no waterfill, for OLMoE-1B-7B has no shared",
+    "emulate.replication=[{spare_per_rank: 4}]": "emulate.device: expected a modelled one beside emulate.replication",
+    "emulate.overlap=two_batch": "emulate.overlap: expected none or shared where layers are measured",
+    "model={hf_config: latent.json}": "model: expected routed experts of the layer's own width where layers run",
+    "model={preset: nemotron-3-super}": "model: expected gated experts where layers run; plain ones are",
+    f"model={{{SHAPE}, score_function: sigmoid, normalize: false}}": "expected sigmoid weights to be normalised, ",
+    **{
+        f"workload={{kind: synthetic, num_tokens: 64, balanced: true, {key}: {value}}}": (
+            f"balanced: prescribes all loads; expected no {key}"
+        )
+        for key, value in {"skew": "mixed", "peak_load": 1.0, "rank_load": 1.0, "neighbour_overlap": 2.0}.items()
+    },
+    "sweep={}": "expected sweep.KEY=[values]",
+    **dict.fromkeys(
+        (f"sweep.recorded={entry}" for entry in ("[a]", "a", "{workload.seed: 1}")),
+        "config.yaml: sweep.recorded: expected a list of",
+    ),
+    # An unknown name lists those that there are.
+    **{
+        f"{key}={unknown}": f"{', '.join(kind.names())}; got '{unknown}' (did you mean {close}"
+        for key, kind, unknown, close in (
+            ("model.preset", ModelSpec, "deepseek-v4", "deepseek-v4-flash"),
+            ("emulate.device", Device, "h100", "h100-"),
+            ("emulate.links", Links, "h100-nvlink", "h100-nvlink4"),
+        )
+    },
+    **{
+        f"{key}=table:h{part}": f"{words}; got"
+        for key, parts in {
+            "emulate.links": {
+                "100_sxm/sglang/": "expected a version of sglang of 0.5.12, 0.5.6.post2",
+                "100_sxm/sglang/0.5.12": "expected a kind of exchange of sglang 0.5.12 of deepep_normal, deepep_ll",
+                "100_sxm/sglang/0.5.12/deep": "of exchange of sglang 0.5.12 of deepep_normal, deepep_ll",
+                "100_sxm/tensor/1": "expected a framework of nccl, sglang, trtllm, vllm",
+                "100_sxm/nccl/2.29.2/ll": "expected table:h100_sxm/nccl/2.29.2",
+            },
+            "emulate.device": {
+                "200_sxm/tensor": "expected a framework of sglang, trtllm, vllm",
+                "200_sxm/sglang/0.5.6.post2": "of experts of sglang 0.5.6.post2 of deepep_normal, deepep_ll",
+                "200_sxm/sglang/0.5.10/deep": "expected a kind of experts of sglang 0.5.10 of deepep_normal, deepep_ll",
+                "200_sxm/trtllm/1.3.0rc20/wideep": "expected table:h200_sxm/trtllm/1.3.0rc20",
+                "200_sxm/trtllm/1.3.0rc10/wide": "of experts of trtllm 1.3.0rc10 of wideep, wideep_288",
+            },
+        }.items()
+        for part, words in parts.items()
+    },
 }
 
 
@@ -89,7 +146,8 @@ def write(folder: Path, **changes: object) -> Path:
 LASER, RECORDED = "{name: laser, eps_high: 0.9, t_fix: 0.1, c: 4}", "kind: recorded, tail: uniform, num_tokens: 8"
 IMAGES = "{name: token_drop, capacity_factor: 1, modality: image_first}"
 QWEN = "advise --model qwen3-30b-a3b --ep 8 --tokens 16384"
-MODEL = "run CONFIG --nproc 2 --set scope=model --set whole.num_layers=2"
+OF_MODEL = "--set scope=model --set whole.num_layers=2"
+MODEL = f"run CONFIG --nproc 2 {OF_MODEL}"
 RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
 ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --set emulate.links=h100-nvlink4"
 COMMANDS = {
@@ -111,6 +169,22 @@ COMMANDS = {
     "got 16; h100-nvlink4-ndr crosses nodes",
     "trace info .": ".: expected a file, got a directory",
     f"{QWEN} --decode-tokens 8": "--tokens, --decode-tokens: expected one of them, for the first counts",
+    "emulate CONFIG --set workload.peak_load=3 --set workload.batch_peak_load=3": (
+        "peak_load, batch_peak_load: expected one of the two, got both"
+    ),
+    f"emulate CONFIG --set 'model={{{SHAPE}}}' --set workload.skew=mixed": "workload.skew: expected none for a model",
+    **{
+        "emulate CONFIG --set layer.ep_size=4 --set workload.sequence_length=1 "
+        f"--set workload.num_tokens={tokens} --set workload.padding_per_rank={padding}": (
+            f"than the {padding} tokens that rank {rank} has in batch 0, got {padding}"
+        )
+        for tokens, padding, rank in ((64, 16, 0), (62, 15, 2))
+    },
+    f"route CONFIG {OF_MODEL}": "config.yaml: scope: expected layer for this command, got model",
+    f"emulate CONFIG {OF_MODEL} --set 'emulate.replication=[{{spare_per_rank: 4}}]'": (
+        "emulate.replication: expected none with scope model"
+    ),
+    "run CONFIG --nproc 2 --set 'sweep.workload.seed=[0, 1]' --point 2": "--point: expected 0 to 1 (the points of ",
     "emulat": "COMMAND: invalid choice: 'emulat' (choose from ",
     "run CONFIG --budget 1%": "unrecognized arguments: --budget 1%",
     "advise CONFIG --max-dropped 5": "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5",
@@ -201,6 +275,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
 ) -> None:
     config = str(write(tmp_path))
     (tmp_path / "quality.yaml").write_text(yaml.safe_dump(QUALITY))
+    (tmp_path / "latent.json").write_text(json.dumps(LATENT))
     for name in ("tiny-olmoe", "words.txt"):
         (tmp_path / name).symlink_to(tiny_olmoe / name)
     before = set(tmp_path.iterdir())
@@ -296,6 +371,10 @@ CONTENTS = {
         "did you mean workload?",
     ),
     "a misspelt sweep": (yaml.safe_dump({**CONFIG, "sweeps": {}}).encode(), "did you mean sweep?"),
+    "a sweep of none on a CPU": (
+        yaml.safe_dump({**CONFIG, "on_cpu": {"sweep": {}}}).encode(),
+        "on_cpu.sweep: expected sweep.KEY=[values]",
+    ),
     "a section twice": (b"model: 1\nmodel: 2\n", "model stands here twice"),
 }
 
@@ -305,7 +384,7 @@ def test_a_file_that_is_no_config_is_one_line(name: str, tmp_path: Path, capsys:
     content, message = CONTENTS[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    assert cli.main(["route", str(path)]) == USER_ERROR
+    assert cli.main(["emulate", str(path), "--dry-run"]) == USER_ERROR
     said = capsys.readouterr().err
     assert said.startswith(f"moe-ep-bench: {path}: ")
     assert message in said
@@ -367,17 +446,17 @@ def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:
     assert [label_of(policy) for policy in found.make_policies()] == ["load_only", "oea k0=5"]
 
 
-SHAPE = {"num_experts": 1024, "top_k": 3, "hidden_size": 32, "ffn_hidden_size": 16}
+WIDE = {"num_experts": 1024, "top_k": 3, "hidden_size": 32, "ffn_hidden_size": 16}
 
 
 def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
-    (found,) = load_experiments(write(tmp_path, model=SHAPE), on_cpu=False)
+    (found,) = load_experiments(write(tmp_path, model=WIDE), on_cpu=False)
     spec = found.model.spec()
     assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 3, 1, True)
     for model, message in (
-        ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
+        ({**WIDE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
         ({"top_k": 2, "hidden_size": 32}, "model: num_experts: Field required"),
-        ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
+        ({**WIDE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             load_experiments(write(tmp_path, model=model), on_cpu=False)

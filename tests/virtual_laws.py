@@ -12,19 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from laws import law
-from layer_laws import (
-    BATCH_WIDE,
-    FOUR_EXPERTS,
-    PERMUTED,
-    POLICIES,
-    SEED,
-    SIGMOID_MODEL,
-    SOME,
-    assert_right,
-    policy_of,
-    skewed_scores,
-    uneven,
-)
+from layer_laws import FOUR_EXPERTS, SEED, Spec, assert_right, model_of, policy_of, skewed_scores, uneven
 
 from moe_ep_bench.bench.emulated_ranks import modelled_time
 from moe_ep_bench.bench.job import Job
@@ -44,12 +32,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step
 
-LITE, H20 = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), Device.named("h20")
-
-
-class Lab:
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.device, self.groups = ranks, ranks.device, expert_parallel_groups(1, 60)
+H20 = Device.named("h20")
 
 
 class OnVirtualRanks:
@@ -100,23 +83,15 @@ class OnVirtualRanks:
 
 
 class Layer(OnVirtualRanks):
-    """Uneven shares of seeded tokens."""
+    """Shares of seeded tokens."""
 
-    def __init__(
-        self,
-        lab: Lab,
-        model: ModelSpec,
-        num_ranks: int,
-        num_tokens: int = 61,
-        layer_backend: LayerBackend = DEFAULT_BACKEND,
-    ) -> None:
+    def __init__(self, lab: Lab, model: ModelSpec, sizes: Sequence[int], layer_backend: LayerBackend) -> None:
         build = partial(Stack, model, torch.float32, lab.device, seed=SEED, layer_backend=layer_backend)
-        sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
         super().__init__(lab, model, build, sizes)
-        hidden_TD = torch.randn(num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(8))
+        hidden_TD = torch.randn(sum(sizes), model.hidden_size, generator=torch.Generator().manual_seed(8))
         self.hidden = hidden_TD.to(lab.device).split(sizes)
 
-    def check(self, spec: dict | None, what: object) -> None:
+    def check(self, spec: Spec, what: object) -> None:
         """Hold all ranks' outputs against the reference."""
         routings = self.announce(spec)[None]
         outputs = self.virtual.side_by_side([hidden_TD.unsqueeze(1) for hidden_TD in self.hidden], self.prepare)
@@ -124,30 +99,28 @@ class Layer(OnVirtualRanks):
             assert_right(DenseReference(self.model, hidden_TD, SEED), output_T1D[:, 0], routing, what)
 
 
-@law(1)
-def every_policy_equals_the_dense_reference(lab: Lab) -> None:
-    for model, specs in ((SIGMOID_MODEL, [None, *POLICIES, *BATCH_WIDE]), (LITE, SOME)):
-        layer = Layer(lab, model, 4)
-        for spec in specs:
-            layer.check(spec, f"{model.name} {spec}")
+class Lab:
+    """Virtual ranks, four or fewer, in a process group of one."""
 
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.device, self.groups = ranks, ranks.device, expert_parallel_groups(1, 60)
 
-@law(1)
-def every_part_equals_the_dense_reference(lab: Lab) -> None:
-    for layer_backend in PERMUTED:
-        for num_ranks in (2, 4):  # With 4 ranks each has one expert.
-            layer = Layer(lab, FOUR_EXPERTS, num_ranks, 37, layer_backend)
-            for spec in SOME[:2]:
-                layer.check(spec, f"{layer_backend} {num_ranks} {spec}")
-
-
-@law(1)
-def a_rank_without_tokens_takes_part(lab: Lab) -> None:
-    for num_tokens in (0, 3):
-        layer = Layer(lab, LITE, 4, num_tokens)
-        assert len(layer.hidden[0]) == 0
-        for spec in (SOME[0], SOME[3]):
-            layer.check(spec, f"{num_tokens} tokens, {spec}")
+    def check(
+        self,
+        name: str,
+        specs: Sequence[Spec],
+        num_tokens: int = 61,
+        layer_backend: LayerBackend = DEFAULT_BACKEND,
+        *,
+        on_last: bool = False,
+    ) -> None:
+        """See ``runner_laws.Runner``."""
+        for num_ranks in (2, 4) if name == FOUR_EXPERTS.name else (4,):
+            sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
+            sizes = [0] * (num_ranks - 1) + [num_tokens] if on_last else sizes
+            layer = Layer(self, model_of(name), sizes, layer_backend)
+            for spec in specs:
+                layer.check(spec, f"{name} {layer_backend} {num_ranks} ranks, {num_tokens} tokens, {spec}")
 
 
 CONFIG = """
@@ -159,7 +132,7 @@ emulate: {links: h100-nvlink4}
 """
 
 
-@law(1)
+@law()
 def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: Lab) -> None:
     for num_ranks in (4, 1):
         with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,7 @@ def expected_logits(model: Model, one: Stack, routings: dict[int, list[Routing]]
         return model.batch(rank, cache)(one.gpt)
 
 
-@law(1)
+@law()
 def ranks_that_exchange_rows_give_the_logits_of_one_rank(lab: Lab) -> None:
     """With latent attention, a dense layer and shared experts; and with grouped queries, where requests decode."""
     for name, num_ranks, decodes, specs in (
@@ -112,7 +112,7 @@ def timed_legs(model: Model, recorder: PhaseRecorder, rank: int) -> tuple[list[L
     return legs, meetings
 
 
-@law(1)
+@law()
 def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(lab: Lab) -> None:
     recorder = PhaseRecorder(clock_for(lab.device))
     for name, decodes, spec in (("deepseek-v2-lite", True, None), ("olmoe-1b-7b", False, LYNX)):

@@ -49,6 +49,7 @@ WARM = (
     "emulate_model",
     "faults",
     "graph_run",
+    "guard",
     "layer",
     "model_run",
     "own_policies",

@@ -181,6 +181,13 @@ def fullest(planned_on: str, served: str) -> tuple[float, float, float]:
     return tuple(map(float, row.split(" | ")))
 
 
+def slots(recording: str, mean: str) -> float:
+    """Fullest rank with as many spare slots in every layer, held out."""
+    page = (REFERENCE / "lossless.md").read_text()
+    (alike,) = re.findall(rf"^\| {recording} \| {mean} \| ([\d.]+) \|", page, re.MULTILINE)
+    return float(alike)
+
+
 def of_shift() -> list[str]:
     """Traffic that moves at the twelfth batch: medians of the fullest rank, and what a new plan takes."""
     rows = table("traffic-shift").assign(moved=lambda rows: rows["batch"] >= 12)
@@ -212,6 +219,9 @@ def of_balancing() -> list[str]:
     others = [fullest(planned, served) for planned in domains for served in domains if planned != served]
     own, three = [fullest(domain, domain) for domain in domains], [fullest("all three domains", one) for one in domains]
     flash = fullest("gpt-oss-20b-mixed", "gpt-oss-20b-mixed")
+    none, one = ([slots(domain, mean) for domain in domains] for mean in "01")
+    gpt_oss = ", ".join(f"{slots('gpt-oss-20b-mixed', mean):.2f}" for mean in "01")
+    half = [lossless(traffic).loc["EPLB, 0.5 spare per layer and rank", "speedup_median"] for traffic in LITE]
     llep = claims("llep-figure4", "LLEP .*", "speedup").query("source.str.contains('in')")
     more = llep["ours"] / llep["paper_low"] - 1
     balanced = ours("llep-figure4", "LLEP .*", more="and source == 'Figure 4, balanced'")
@@ -230,6 +240,8 @@ def of_balancing() -> list[str]:
         f"a fullest rank of {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}), on its "
         f"own {extremes(row[1] for row in own)}, on three together {extremes(row[1] for row in three)}; `variance` on "
         f"three {extremes(row[2] for row in three)}.",
+        f"leaves {extremes(none)}, with one in each layer {extremes(one)} (GPT-OSS: {gpt_oss});",
+        f"`spare_budget: 0.5` gains {extremes(half)}.",
         f"dropping 4.9 % gains {dropped}, as much as moving weights at best, {moved}; at 16,384 moving weights wins, "
         f"{wins} against {loses}.",
         f"it makes a layer slower ({extremes(small)}).",

@@ -252,6 +252,22 @@ def test_a_source_becomes_this_recording_and_is_replayed_and_the_same_again(tmp_
         np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_times_of_requests_are_kept_and_order_them(tmp_path, out, kind):
+    times = [12.0, 10.0, 11.0]
+    source = SOUND[kind](tmp_path).source
+    responses = [json.loads(line) for line in source.read_text().splitlines() if line]
+    for seconds, response in zip(times, responses, strict=True):
+        if kind == "vllm":
+            response["created"] = int(seconds)
+        else:
+            response["meta_info"]["request_received_ts"] = seconds
+    import_trace(kind, written(source, *responses), out, **OPTIONS[kind])
+    trace, tensors = open_trace(out), load_file(out)
+    assert trace.arrival_S.tolist() == sorted(times)
+    assert tensors["sequence_id"][trace.start_S[:-1]].tolist() == [1, 2, 0]
+
+
 @pytest.mark.seam
 def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, monkeypatch):
     if importlib.metadata.version("megatron-core").startswith("0.16"):  # asked first: its import takes seconds

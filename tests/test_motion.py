@@ -14,7 +14,7 @@ from test_run import CONFIG, routing_of, write_config
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.errors import OK, UserError
+from moe_ep_bench.errors import OK
 from moe_ep_bench.workload.motion import Motion, overlap
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
@@ -76,6 +76,22 @@ def test_drift_halves_its_correlation_in_a_half_life() -> None:
         assert np.corrcoef(moved[first], moved[later])[0, 1] == pytest.approx(expected, abs=0.04)
 
 
+def test_groups_drift_and_so_do_experts_inside_them() -> None:
+    """64 groups of 64: those that stand together stay so, and both orders lose half of their correlation."""
+    popularity_E = np.random.default_rng(1).normal(size=4096) + np.repeat(np.random.default_rng(2).normal(size=64), 64)
+    drift, of_group_G = Motion("drift", 3.0), popularity_E.reshape(64, 64).mean(axis=1)
+    assert drift.places(0, popularity_E, 5, 64).tolist() == list(range(4096))
+    place_E = drift.places(3, popularity_E, 5, 64)
+    assert sorted(place_E) == list(range(4096))
+    group_GE = place_E.reshape(64, 64) // 64
+    assert (group_GE == group_GE[:, :1]).all(), "groups stay together"
+    assert np.corrcoef(of_group_G, of_group_G[group_GE[:, 0]])[0, 1] == pytest.approx(0.5, abs=0.25)
+    own_GE = (popularity_E.reshape(64, 64) - of_group_G[:, None]).ravel()
+    home_GE = np.empty(4096)
+    home_GE.reshape(64, 64)[group_GE[:, 0]] = own_GE[place_E].reshape(64, 64)  # each group back at its place
+    assert np.corrcoef(own_GE, home_GE)[0, 1] == pytest.approx(0.5, abs=0.05)
+
+
 def test_overlap_is_what_stays_on_its_expert() -> None:
     assert overlap(np.array([[3.0, 1, 0], [1, 3, 0], [1, 3, 0]])) == pytest.approx((2 / 4 + 1) / 2)
 
@@ -100,8 +116,6 @@ def test_what_cannot_move_is_one_line(tmp_path: Path, capsys, changes: dict[str,
     config = write_config(tmp_path, **{f"workload__{key}": value for key, value in changes.items()})
     assert main(["route", str(config), "--out", str(tmp_path / "out")]) != OK
     assert message in capsys.readouterr().err
-    with pytest.raises(UserError, match="motion: drift knows no groups of experts"):
-        workload(MOTIONS[2], num_groups=8, top_groups=2)
 
 
 def test_results_say_what_moves_and_how_much(tmp_path: Path) -> None:

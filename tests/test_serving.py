@@ -254,7 +254,9 @@ class Played:
         self.random, self.tokens = np.random.default_rng(0), []
         layers = [moe_layer("toy", number, 0, EXPERTS, TOP_K) for number in (1, 3)]
         facts = {"model": "toy", "source": "test"}
-        self.recorder = Recorder(folder, layers, facts, ["toys"], most_bytes, self.said.append)
+        self.seconds = iter(range(100, 10**6, 2))
+        told = facts, ["toys"], most_bytes, self.said.append
+        self.recorder = Recorder(folder, layers, *told, clock=self.seconds.__next__)
 
     def step(self, *pieces: tuple[str, int, int, bool]) -> None:
         """Compute pieces (request, first position, tokens, whether they are a prompt's)."""
@@ -319,6 +321,18 @@ def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
     played.step(("a", 0, 3, True))
     played.recorder.close()
     assert np.diff(open_trace(tmp_path / "prefill.safetensors").start_S).tolist() == [5, 3]
+
+
+def test_a_request_has_the_time_of_the_first_step_that_served_it(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.step(("b", 0, 5, True))
+    played.step(("a", 0, 3, True), ("b", 5, 1, False))
+    played.recorder.forget(["b"])
+    played.step(("b", 0, 2, True), ("a", 3, 1, False))
+    played.recorder.close()
+    arrivals = {phase: open_trace(tmp_path / f"{phase}.safetensors").arrival_S for phase in ("prefill", "decode")}
+    assert arrivals["prefill"].tolist() == [2, 4, 6], "of b, a and the later b, from the recorder's beginning"
+    assert arrivals["decode"].tolist() == [2, 4], "prompt and generated tokens of a request came with it"
 
 
 def test_recording_ends_at_its_limit_and_the_server_goes_on(tmp_path: Path) -> None:

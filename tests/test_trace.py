@@ -14,7 +14,7 @@ from refusals import refusal
 from trace_files import trace_parts, write_parts, write_trace
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.workload.trace import TraceWriter, open_trace
+from moe_ep_bench.workload.trace import TraceWriter, open_trace, trace_info
 
 LAYERS, TOKENS, EXPERTS, K = 3, 40, 16, 4
 parts = partial(trace_parts, length_S=[9, 1, 20, 10], num_layers=LAYERS, num_experts=EXPERTS, top_k=K, full=True)
@@ -65,6 +65,10 @@ def poke(name, where, value):
     return lambda tensors, _: tensors[name].__setitem__(where, value)
 
 
+def with_arrivals(seconds_S):
+    return lambda tensors, _: tensors.__setitem__("arrival_s", np.array(seconds_S, dtype=np.float64))
+
+
 def without_tokens(tensors, _):
     for name, tensor in tensors.items():
         tensors[name] = tensor[:, :0] if tensor.ndim == 3 else tensor[:0]
@@ -88,6 +92,8 @@ BROKEN = {
     "num_experts: expected 5 (more than top_k) to 1024": put("num_experts", "1025"),
     "num_experts, top_k: expected numbers": put("top_k", "four"),
     "format: ": put("format", "v9"),
+    "arrival_s: expected F64 of shape S = (4,)": with_arrivals([0, 1, 2]),
+    "arrival_s: expected finite seconds": with_arrivals([0, 1, np.nan, 2]),
     "missing tensors: position": put("position", None),
     "missing metadata: licence": put("licence", None),
 }
@@ -122,3 +128,24 @@ def test_ids_take_a_byte_up_to_256_experts(num_experts: int, kept_as: tuple[str,
     writer = TraceWriter(tmp_path)
     writer.describe(num_experts=num_experts, top_k=2, where="-")
     assert writer._type_of("expert_ids") == kept_as
+
+
+def test_texts_stand_in_the_order_of_their_times_where_these_are_known(tmp_path: Path) -> None:
+    for times in ((3.5, 0.25, 1.0), (3.5, None, 1.0), (1.0, 1.0, 0.5)):
+        writer = TraceWriter(tmp_path)
+        writer.describe(
+            num_experts=8, top_k=2, where="-", **dict.fromkeys(("model", "phase", "domain", "source", "licence"), "-"),
+            score="softmax, not renormalised",
+        )  # fmt: skip
+        for sequence, seconds in enumerate(times):
+            writer.add(0, np.array([[sequence, 7]] * (sequence + 1)), None, "-")
+            writer.add_tokens(sequence, np.arange(sequence + 1), "-")
+            writer.add_arrival(sequence, seconds)
+        writer.write(tmp_path / "made.safetensors")
+        trace = open_trace(tmp_path / "made.safetensors")
+        order = [0, 1, 2] if None in times else sorted(range(3), key=times.__getitem__)
+        assert np.diff(trace.start_S).tolist() == [sequence + 1 for sequence in order]
+        assert trace.read_layer(0)[0][trace.start_S[:-1]].min(axis=1).tolist() == order
+        known = None if None in times else [times[sequence] for sequence in order]
+        assert known == (None if trace.arrival_S is None else trace.arrival_S.tolist())
+        assert ("arrivals over 3.2 s" in " ".join(trace_info(trace.path).split())) == (times == (3.5, 0.25, 1.0))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.numpy import load_file
 
 from moe_ep_bench.analysis.advice import Upkeep, advice_lines, read_advice
 from moe_ep_bench.analysis.advise import candidates
@@ -29,7 +30,7 @@ from moe_ep_bench.placement import Rearrangement, moved_experts, replicate
 from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import open_trace
-from tests.trace_files import tokens_of, write_trace
+from tests.trace_files import tokens_of, write_parts, write_trace
 
 CPU = torch.device("cpu")
 NUM_RANKS, NUM_EXPERTS, TOP_K = 4, 8, 3
@@ -109,6 +110,17 @@ def test_a_recording_that_is_too_short_says_how_many_batches_it_has(traces: list
     assert recorded(traces[:1], num_batches=possible, **asked).num_by_arrival(500) == possible + 2
     with pytest.raises(UserError, match="num_batches"):
         recorded(traces[:1], num_batches=possible + 1, **asked)
+
+
+def test_by_arrival_times_must_be_in_order(tmp_path: Path, traces: list[Path]) -> None:
+    for name, seconds in (("sorted", [0, 1, 1, 2, 3, 5, 8, 9]), ("late", [0, 1, 7, 2, 3, 5, 8, 9])):
+        tensors = load_file(traces[0]) | {"arrival_s": np.array(seconds, dtype=np.float64)}
+        write_parts(tmp_path / f"{name}.safetensors", tensors, dict(open_trace(traces[0]).metadata))
+    late, plain = tmp_path / "late.safetensors", recorded(traces[:1])
+    assert all_tokens(recorded([tmp_path / "sorted.safetensors"])) == all_tokens(plain)
+    with pytest.raises(UserError, match=r"arrival_s: .* request 3 came at 2 s, the one before it at 7 s"):
+        recorded([late])
+    assert all_tokens(recorded([late], order="shuffled")) == all_tokens(recorded(traces[:1], order="shuffled"))
 
 
 # ---- what plans know -------------------------------------------------------------------------------------------------

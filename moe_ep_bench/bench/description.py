@@ -142,12 +142,16 @@ def _shared(comparison: Point) -> dict[str, Any]:
 
 
 def _drawn(comparison: Point) -> dict[str, Any]:
-    """What is known of the batches of a synthetic layer once they are drawn."""
-    workload = comparison.workloads.get(None)
-    if not isinstance(workload, SyntheticWorkload):
+    """What is known of synthetic batches once they are drawn; of a model the mean of its layers, and all checksums."""
+    workloads = [one for one in comparison.workloads.values() if isinstance(one, SyntheticWorkload)]
+    if not workloads:
         return {}
-    checksum = workload.routing_checksum(comparison.ep_size)
-    return {"load_overlap": workload.load_overlap, "routing_checksum": checksum}
+    overlaps = [one.load_overlap for one in workloads]
+    checksums = [one.routing_checksum(comparison.ep_size) for one in workloads]
+    return {
+        "load_overlap": None if None in overlaps else sum(overlaps) / len(overlaps),
+        "routing_checksum": checksums[0] if len(checksums) == 1 or None in checksums else stable_hash(checksums),
+    }
 
 
 def point_of(experiment: Experiment) -> dict[str, Any]:

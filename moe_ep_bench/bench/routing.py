@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
 V = TypeVar("V")
+# Spare slots of a rank, who plans, and the batches that are known: what makes a plan.
+_PlanKey = tuple[int, str | None, tuple[int, ...]]
 
 
 class Router:
@@ -57,7 +59,8 @@ class Router:
         self._slots: dict[str, tuple[int, Slots]] = {}
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
         self._counts: dict[int, NDArray[np.int64]] = {}
-        self._plans: dict[tuple[int, str | None, tuple[int, ...]], tuple[NDArray[np.int64], float]] = {}
+        self._plans: dict[_PlanKey, tuple[NDArray[np.int64], float]] = {}
+        self._moved: dict[tuple[_PlanKey, _PlanKey | None], NDArray[np.int64]] = {}
 
     def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
         """A rank's tokens of a batch in a layer."""
@@ -161,19 +164,22 @@ class Router:
         known_batch, slots = self._slots.get(case.case_id, (None, None))
         if known_batch != batch:
             counts_RE = self.native_counts(batch)
-            slot_expert_P, _ = self._planned(wanted, batch)
+            slot_expert_P, _ = self._planned(self._plan_key(wanted, batch))
             balanced = wanted.balance(slot_expert_P, counts_RE, point.ranks_per_node)
             slots = Slots.of_batch(balanced, counts_RE, point.expert_bytes)
             slots = replace(slots, rearranged=self._rearranged(wanted, batch))
             self._slots[case.case_id] = batch, slots
         return slots
 
-    def _planned(self, wanted: Lossless, batch: int) -> tuple[NDArray[np.int64], float]:
-        """The expert in each slot ahead of a batch, int64 [P], and the milliseconds that this CPU took to plan."""
-        point, plan = self.point, wanted.plan if isinstance(wanted, ReplicationConfig) else None
-        known = point.windows(wanted).known(batch) if isinstance(wanted, ReplicationConfig) else ()
-        spare = point.spare_here(wanted)
-        key = spare, plan, known
+    def _plan_key(self, wanted: Lossless, batch: int) -> _PlanKey:
+        plan, known = None, ()
+        if isinstance(wanted, ReplicationConfig):
+            plan, known = wanted.plan, self.point.windows(wanted).known(batch)
+        return self.point.spare_here(wanted), plan, known
+
+    def _planned(self, key: _PlanKey) -> tuple[NDArray[np.int64], float]:
+        """The expert in each slot, int64 [P], and the milliseconds that this CPU took to plan."""
+        point, (spare, plan, known) = self.point, key
         if key not in self._plans:
             load_BE = [self.native_counts(other).sum(axis=0) for other in known]
             load_BE = np.array(load_BE, dtype=np.float64).reshape(-1, point.model.num_experts)
@@ -188,14 +194,18 @@ class Router:
         if not isinstance(wanted, ReplicationConfig) or self.point.windows(wanted).window is None:
             return None
         point, before = self.point, self.point.windows(wanted).before(batch)
-        after_P, measured_ms = self._planned(wanted, batch)
+        after_key, before_key = self._plan_key(wanted, batch), None
+        after_P, measured_ms = self._planned(after_key)
         if before is None:
-            before_P = with_free_slots(point.model.num_experts, point.ep_size, point.spare_here(wanted))
+            before_P = with_free_slots(point.model.num_experts, point.ep_size, after_key[0])
         else:
-            before_P, _ = self._planned(wanted, before)
-        moved_RR = moved_experts(before_P, after_P, point.ep_size, point.ranks_per_node) * point.expert_bytes
+            before_P, _ = self._planned(before_key := self._plan_key(wanted, before))
+        if (after_key, before_key) not in self._moved:  # All batches that the plan serves share it.
+            moved_RR = moved_experts(before_P, after_P, point.ep_size, point.ranks_per_node)
+            self._moved[after_key, before_key] = moved_RR
         plan_us = 1e3 * (measured_ms if wanted.plan_ms is None else wanted.plan_ms)
-        return Rearrangement(moved_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
+        moved_bytes_RR = self._moved[after_key, before_key] * point.expert_bytes
+        return Rearrangement(moved_bytes_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
 
     def native_counts(self, batch: int) -> NDArray[np.int64]:
         """Pairs of each rank's tokens and each expert under the model's own top-k, [R, E]."""

@@ -67,7 +67,8 @@ class ModelConfig(Strict):
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
     tensor_parallel: int = Field(1, ge=1, le=MOST)
-    """Ranks that share every expert; one shard runs, without all-reduce."""
+    """Ranks that share every expert; one shard runs, without all-reduce. So Megatron-LM 1877, a rank without
+    tokens, is tested without it."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:

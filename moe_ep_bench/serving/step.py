@@ -12,6 +12,7 @@ Shapes: T = tokens of a step, E = experts, K = top_k, L = MoE layers.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -212,6 +213,7 @@ class Recorder:
         notes: what a user of them should know.
         most_bytes: held in memory; then recording ends.
         say: receives a line for each file, and at the end.
+        clock: seconds, from any start; a request's time is that of the first step that serves it.
     """
 
     directory: Path
@@ -220,10 +222,13 @@ class Recorder:
     notes: Sequence[str]
     most_bytes: float
     say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.is_open = True
         self._num_bytes = 0
+        self._began_s = self.clock()
+        self._arrival_s: dict[int, float] = {}
         self._requests: defaultdict[str, int] = defaultdict(itertools.count().__next__)
         self._step: dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]] = {}
         self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Any]] = []
@@ -243,6 +248,9 @@ class Recorder:
         if not self.is_open:
             return
         sequence_T = np.array([self._requests[name] for name in request_T], np.int64)
+        now_s = self.clock() - self._began_s
+        for sequence in np.unique(sequence_T).tolist():
+            self._arrival_s.setdefault(sequence, now_s)
         self._steps.append((sequence_T, position_T, is_prompt_T, step))
         self._num_bytes += sum(full_TE.nbytes + ids_TK.nbytes for full_TE, ids_TK in step.values())
         if self._num_bytes >= self.most_bytes:
@@ -267,6 +275,8 @@ class Recorder:
         with written_trace(path, self.directory) as writer:
             self.layers[0].describe(writer, phase=phase, domain="requests of a server", **self.facts)
             writer.notes += self.notes
+            for sequence, seconds in self._arrival_s.items():
+                writer.add_arrival(sequence, seconds)
             for kept_T, (sequence_T, position_T, _, step) in zip(asked, self._steps, strict=True):
                 for place, (full_TE, ids_TK) in step.items():
                     writer.add(self.layers[place].number, ids_TK[kept_T], None, phase, full_TE=full_TE[kept_T])

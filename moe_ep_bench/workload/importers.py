@@ -101,6 +101,7 @@ class _Usage(BaseModel):
 
 class _MetaInfo(_Usage):
     routed_experts: Base64Bytes
+    request_received_ts: float | None = None
 
 
 class _SglangResponse(BaseModel):
@@ -112,7 +113,7 @@ def read_sglang(source: Path, model: ModelSpec, options: ImportOptions, writer: 
 
     ``/generate`` (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) returns
     ``routed_experts`` in ``meta_info``: base64 of int32 [tokens, layers, K], of the prompt and of what was generated
-    but its last token. ``prompt_tokens`` beside it tells the phases.
+    but its last token. ``prompt_tokens`` beside it tells the phases, ``request_received_ts`` when the request came.
     """
     row_bytes = 4 * model.num_layers * model.top_k
     for sequence, (where, response) in enumerate(records(source, _SglangResponse)):
@@ -122,6 +123,7 @@ def read_sglang(source: Path, model: ModelSpec, options: ImportOptions, writer: 
             raise UserError(f"{place}: expected {expected}, got {len(content)} bytes")
         ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, model.num_layers, model.top_k)
         _add_request(writer, sequence, ids_TLK, response.meta_info.prompt_tokens, place, options.phase, model)
+        writer.add_arrival(sequence, response.meta_info.request_received_ts)
 
 
 class _Completion(BaseModel):
@@ -131,6 +133,7 @@ class _Completion(BaseModel):
 class _VllmResponse(BaseModel):
     choices: list[_Completion] = Field(min_length=1, max_length=1)
     usage: _Usage
+    created: float | None = None
 
 
 def read_vllm(source: Path, model: ModelSpec, options: ImportOptions, writer: TraceWriter) -> None:
@@ -143,7 +146,8 @@ def read_vllm(source: Path, model: ModelSpec, options: ImportOptions, writer: Tr
         {"choices": [{"routed_experts": output.outputs[0].routed_experts.tolist()}],
          "usage": {"prompt_tokens": len(output.prompt_token_ids)}}
 
-    Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255).
+    Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255). ``created`` is the second
+    in which the request came.
     """
     for sequence, (where, response) in enumerate(records(source, _VllmResponse)):
         ids, place = response.choices[0].routed_experts, f"{where}: routed_experts"
@@ -153,6 +157,7 @@ def read_vllm(source: Path, model: ModelSpec, options: ImportOptions, writer: Tr
             except (ValueError, EOFError) as error:
                 raise UserError(f"{place}: expected an array in npy form ({brief(str(error), quoted=False)})") from None
         _add_request(writer, sequence, ids, response.usage.prompt_tokens, place, options.phase, model)
+        writer.add_arrival(sequence, response.created)
 
 
 def _add_request(

@@ -53,10 +53,15 @@ class Motion:
 
         Args:
             popularity_E: of the experts in batch 0; its order counts.
-            num_groups: groups stay together, and change places too.
+            num_groups: groups stay together, and change places too: they drift by their mean popularity.
         """
         if self.kind == "drift":
-            return self._drifted(index, popularity_E, seed)
+            if num_groups is None:
+                return self._drifted(index, popularity_E, seed)
+            popularity_GE = popularity_E.reshape(num_groups, -1)
+            inside = (self._drifted(index, own_E, seed, 1 + group) for group, own_E in enumerate(popularity_GE))
+            first_G1 = np.arange(0, popularity_E.size, popularity_GE.shape[1])[:, None]
+            return (first_G1 + np.array([*inside]))[self._drifted(index, popularity_GE.mean(axis=1), seed)].ravel()
         turn = index // int(self.batches) if self.kind == "hotspot" else int((index + 1) % int(self.batches) == 0)
         if not turn:
             return np.arange(len(popularity_E))
@@ -65,12 +70,16 @@ class Motion:
             place_GE = random.permutation(place_GE.reshape(num_groups, -1))
         return random.permuted(place_GE, axis=1).ravel()
 
-    def _drifted(self, index: int, popularity_E: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
-        """The places at which popularity has the order of the autoregressive numbers; before batch 0 they run back."""
+    def _drifted(self, index: int, popularity_E: NDArray[np.float64], seed: int, part: int = 0) -> NDArray[np.int64]:
+        """The places at which popularity has the order of the autoregressive numbers; before batch 0 they run back.
+
+        Args:
+            part: draws other numbers.
+        """
         by_popularity, kept, apart = np.argsort(popularity_E, kind="stable"), 0.5 ** (1 / self.batches), abs(index)
-        drawn_BE = generator(seed, Stream.MOTION).normal(size=(apart + 1, len(popularity_E)))
+        drawn_BE = generator(seed, Stream.MOTION, part).normal(size=(apart + 1, len(popularity_E)))
         if index < 0:  # with numbers of their own
-            drawn_BE[1:] = generator(seed, Stream.MOTION, -1).normal(size=(apart, len(popularity_E)))
+            drawn_BE[1:] = generator(seed, Stream.MOTION, -1 - part).normal(size=(apart, len(popularity_E)))
         drawn_BE[0, by_popularity] = np.sort(drawn_BE[0])
         weight_B = kept ** np.arange(apart, -1, -1.0)
         weight_B[1:] *= (1 - kept**2) ** 0.5

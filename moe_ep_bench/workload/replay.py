@@ -11,7 +11,8 @@ tie. Scores below the top-k come from a tail model (``tail``), or from the recor
   goes on with another. Which experts a token chooses depends only on the tokens before it, so a text recorded in
   prefill may be replayed as decoding.
 
-**Order.** By ``arrival`` requests come as they were recorded, and none comes twice: a request that a batch cuts goes on
+**Order.** By ``arrival`` requests come as they were recorded (in the order of their times, where these are), and none
+comes twice: a request that a batch cuts goes on
 in the next one, as chunked prefill has it. So batches are windows in time, and those with negative numbers came ahead
 of batch 0: plans may know them (``placement``). ``shuffled`` draws sequences without putting back, every one of a
 recording once before any comes again, and batches share tokens where the recording is short.
@@ -97,6 +98,8 @@ class RecordedWorkload(Workload):
             raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
         for trace in self.traces:
             self._check(trace, self.traces[0])
+            if self.order == "arrival" and trace.arrival_S is not None:
+                self._check_order(trace, trace.arrival_S)
         self._check_topk_share()
         # Too few requests, too short sequences or a damaged layer are found now, not in the middle of a run.
         _ = self._spans, self._full if self.tail == RECORDED else self._fitted
@@ -117,6 +120,15 @@ class RecordedWorkload(Workload):
             expected = "a number, as" if trace.scores_are_normalised else "none, as no"
             why = f"scores are normalised over the top-k; got {self.topk_share}"
             raise UserError(f"{trace.path}: topk_share: expected {expected} {why}")
+
+    def _check_order(self, trace: Trace, arrival_S: NDArray[np.float64]) -> None:
+        early_S = np.diff(arrival_S) < 0
+        if early_S.any():
+            request = int(early_S.argmax()) + 1
+            raise UserError(
+                f"{trace.path}: arrival_s: expected requests as they came, with order: arrival; request {request} came "
+                f"at {arrival_S[request]:g} s, the one before it at {arrival_S[request - 1]:g} s (order: shuffled)"
+            )
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         return self._spans[index + self.num_history][1]

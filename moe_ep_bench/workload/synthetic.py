@@ -166,8 +166,6 @@ class SyntheticWorkload(Workload):
     def _check_motion(self) -> None:
         if self.motion is not None and (self._is_even or self.pattern is not None):
             raise UserError("motion: expected a skew beside it that can move: a peak_load, a calibrated skew or counts")
-        if self.motion is not None and self.motion.kind == "drift" and self.num_groups is not None:
-            raise UserError(f"motion: drift knows no groups of experts; the model has {self.num_groups}")
 
     def _check_rank_load(self, num_ranks: int, load: float) -> None:
         if self.num_experts % num_ranks:

@@ -8,10 +8,12 @@ scores         float16 [layers, T, K]    their scores, in the same order
 sequence_id    int32   [T]               which text a token is from, a name from 0; its tokens are adjacent
 position       int32   [T]               place of the token in that text, from 0, ascending; gaps are tokens left out
 full_scores    float32 [layers, T, E]    optional: the scores of all experts, by their index; a row sums to 1
+arrival_s      float64 [S]               optional: when each text came, in seconds from any start, in the file's order
 =============  ========================  =====================================================
 
-Texts stand in the order in which they came: importers keep the order of their source, a server's recorder that in
-which requests were first served. ``replay`` makes windows in time of it.
+Texts stand in the order in which they came: by ``arrival_s`` where times are known, else as their source has them.
+Times are those at which a server received requests; of a server's recorder those of the first step that served them,
+for vLLM's workers know no others. ``replay`` makes windows in time of the order.
 
 String metadata is ``format``, ``model``, ``num_experts`` (at most 1,024), ``top_k``, ``score``, ``phase``, ``domain``,
 ``source`` and ``licence``. ``score`` says what the scores are:
@@ -23,7 +25,7 @@ String metadata is ``format``, ``model``, ``num_experts`` (at most 1,024), ``top
 Files come from elsewhere: safetensors holds the header against the file, header and sequences are checked when a trace
 is opened, a layer when it is read. The file is mapped, not loaded: layers that nobody asks for are never read.
 
-Shapes: T = recorded tokens (of a block, where they are written), S = sequences, E = experts, K = top_k.
+Shapes: T = recorded tokens (of a block, where they are written), S = sequences (texts), E = experts, K = top_k.
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ from moe_ep_bench.files import atomic_path
 
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
-FULL_SCORES = "full_scores"
+FULL_SCORES, ARRIVAL = "full_scores", "arrival_s"
+OPTIONAL = {FULL_SCORES, ARRIVAL}
 # Axes (L = layers), and types as safetensors and numpy name them; ids of more than 256 experts take the second. In a
 # file wide ones come first, so that each is aligned.
 TENSORS = {
+    ARRIVAL: ("S", {"F64": "<f8"}),
     "position": ("T", {"I32": "<i4"}),
     "sequence_id": ("T", {"I32": "<i4"}),
     FULL_SCORES: ("LTE", {"F32": "<f4"}),
@@ -80,6 +84,8 @@ class Trace:
     start_S: NDArray[np.int64]
     has_full_scores: bool
     """Whether the scores of all experts were recorded, not of the top-k alone."""
+    arrival_S: NDArray[np.float64] | None = None
+    """When each text came, seconds from any start; None = not recorded."""
 
     @property
     def scores_are_normalised(self) -> bool:
@@ -191,7 +197,7 @@ def open_trace(path: str | Path) -> Trace:
     path = Path(path)
     with _opened(path) as file:
         facts, names = file.metadata() or {}, set(file.keys())
-        required = set(TENSORS) - {FULL_SCORES}
+        required = set(TENSORS) - OPTIONAL
         for kind, missing in (("metadata", set(METADATA) - set(facts)), ("tensors", required - names)):
             if missing:
                 raise UserError(f"{path}: missing {kind}: {', '.join(sorted(missing))}")
@@ -204,6 +210,8 @@ def open_trace(path: str | Path) -> Trace:
         _check_sizes(path, num_experts, top_k)
         shape = file.get_slice("expert_ids").get_shape()
         sizes = {**dict(zip("LT", shape, strict=False)), "K": top_k, "E": num_experts}
+        if ARRIVAL in names:
+            sizes["S"] = len(np.unique(file.get_tensor("sequence_id")))
         for name in filter(names.__contains__, reversed(TENSORS)):
             (axes, dtypes), stored = TENSORS[name], file.get_slice(name)
             expected, got = tuple(sizes.get(axis, 0) for axis in axes), tuple(stored.get_shape())
@@ -211,7 +219,10 @@ def open_trace(path: str | Path) -> Trace:
                 words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
                 raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
         start_S = _sequences(path, file.get_tensor("sequence_id"), file.get_tensor("position"))
-    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, FULL_SCORES in names)
+        arrival_S = file.get_tensor(ARRIVAL) if ARRIVAL in names else None
+        if arrival_S is not None and not np.isfinite(arrival_S).all():
+            raise UserError(f"{path}: {ARRIVAL}: expected finite seconds, got {brief(arrival_S.tolist())}")
+    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, FULL_SCORES in names, arrival_S)
 
 
 def trace_info(path: Path) -> str:
@@ -229,6 +240,7 @@ def trace_info(path: Path) -> str:
         "tokens": f"{trace.num_tokens:,} in {len(length_S):,} sequences of {length_S.min():,} to "
         f"{length_S.max():,} (median {np.median(length_S):,.0f})",
         "scores": f"{facts['score']}{'; of all experts' * trace.has_full_scores}",
+        **({} if trace.arrival_S is None else {"arrivals": f"over {np.ptp(trace.arrival_S):,.1f} s"}),
         **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
     }
     return "\n".join(f"{name:<8} {value}" for name, value in rows.items())
@@ -303,6 +315,7 @@ class TraceWriter:
         # By tensor and layer; what is of no layer has None.
         self._blocks: dict[tuple[str, int | None], list[NDArray[np.generic]]] = defaultdict(list)
         self._num_rows: Counter[int] = Counter()  # by layer
+        self._arrivals: dict[int, float] = {}  # by sequence, in seconds
 
     def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
         """Say what is recorded; ``metadata`` completes what is known.
@@ -367,6 +380,11 @@ class TraceWriter:
         self._keep("position", position_T)
         self._keep("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
 
+    def add_arrival(self, sequence_id: int, seconds: float | None) -> None:
+        """Say when a sequence came; where this is known of all of them, they stand in this order."""
+        if seconds is not None:
+            self._arrivals[sequence_id] = seconds
+
     def write(self, path: Path) -> None:
         """Write the file ``path``. Equal recordings give equal bytes, which safetensors' own writer does not promise.
 
@@ -377,7 +395,13 @@ class TraceWriter:
         if not (self.num_tokens and layers):
             raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
         sequence_T, position_T = (np.concatenate(self._blocks[name, None]) for name in ("sequence_id", "position"))
-        order_T = np.lexsort((position_T, sequence_T))
+        came_S, came_T = np.unique(sequence_T, return_inverse=True)
+        arrival_S = np.array([self._arrivals.get(sequence, np.nan) for sequence in came_S.tolist()])
+        if not np.isnan(arrival_S).any():
+            sorted_S = np.argsort(arrival_S, kind="stable")
+            came_T = np.argsort(sorted_S)[came_T]
+            self._keep(ARRIVAL, arrival_S[sorted_S])
+        order_T = np.lexsort((position_T, came_T))
         place_T2 = np.stack([sequence_T, position_T], axis=1)[order_T]
         is_first_T = (np.diff(place_T2, axis=0, prepend=-1) != 0).any(axis=1)
         self.left_out["that came again"] += int((~is_first_T).sum())
@@ -398,7 +422,8 @@ class TraceWriter:
         for name, (axes, _) in TENSORS.items():
             places = [(name, layer) for layer in (layers if "L" in axes else [None])]
             if places[0] in self._blocks:
-                values = [np.concatenate(self._blocks.pop(place))[order_T] for place in places]
+                kept = slice(None) if axes == "S" else order_T
+                values = [np.concatenate(self._blocks.pop(place))[kept] for place in places]
                 shape = [*([len(layers)] if "L" in axes else []), *values[0].shape]
                 start, end = end, end + sum(value.nbytes for value in values)
                 header[name] = {"dtype": self._type_of(name)[0], "shape": shape, "data_offsets": [start, end]}

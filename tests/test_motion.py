@@ -12,6 +12,9 @@ import torch
 from test_run import CONFIG, routing_of, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.bench.checks import VIRTUAL
+from moe_ep_bench.bench.description import routed_facts
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import OK
@@ -142,3 +145,24 @@ def test_a_plan_is_stale_in_the_batch_in_which_the_hotspot_moves(tmp_path: Path)
     of_plan = rows[rows.label.str.startswith("EPLB")].groupby("batch").load_R.sum()
     fullest = {batch: load_R.max() / load_R.mean() for batch, load_R in of_plan.items()}
     assert min(fullest[3], fullest[6]) > max(fullest[batch] for batch in (1, 2, 4, 5, 7, 8)) + 0.05
+
+
+def test_models_say_what_moves_in_all_their_layers(tmp_path: Path) -> None:
+    smaller = [
+        "whole.num_layers=3", "layer.ep_size=4", "workload.tokens_per_rank=40", "workload.sequence_length=20",
+        "workload.num_batches=3", "emulate.device=h100-sxm", "emulate.links=h100-nvlink4",
+    ]  # fmt: skip
+    moves = ["workload.peak_load=3", "workload.skew=null", "workload.motion=hotspot", "workload.motion_batches=1"]
+    (moving,) = plan(Path("configs/model-prefill.yaml"), smaller + moves, VIRTUAL, on_cpu=True)
+    overlaps = [one.load_overlap for one in moving.workloads.values()]
+    assert len(overlaps) > 1
+    assert routed_facts(moving).load_overlap == pytest.approx(np.mean(overlaps))
+    patterns = [
+        f"workload={{kind: synthetic, skew: W1_hot_expert_set, num_tokens: 64, num_batches: 2, seed: {seed}}}"
+        for seed in (0, 0, 1)
+    ]
+    found = [
+        routed_facts(plan(Path("configs/model-prefill.yaml"), [*smaller[:2], *smaller[5:], pattern], VIRTUAL)[0])
+        for pattern in patterns
+    ]
+    assert found[0].routing_checksum == found[1].routing_checksum != found[2].routing_checksum

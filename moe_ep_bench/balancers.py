@@ -32,14 +32,15 @@ By weights that move in the batch into free slots, which all layers share, from 
                one home alone, so that E / R free slots always make all ranks equal
 ``epic``       EPIC's exchange (SIGCOMM 2026, doi 10.1145/3789240.3829201, as AI-Infra-Team/awesome-papers, issue 228,
                sums it up; the paper itself was not read): inside a node the fullest rank and the emptiest, the second
-               of each and so on, exchange the two experts that help most
+               of each and so on, exchange the two experts that help most, where that saves more time than it takes.
+               Experts stay where they went, for the batches after it
 
 By tokens of shared experts, whose weights every rank holds: ``water_fill``, to the ranks with fewest pairs, as
 DeepEP-Waterfill of SGLang (pull request 19290) with a rule of ours: SGLang's source ranks decide each for itself.
 
 Ours in all four: ranks have ``spare_per_rank`` free slots (LLEP sets no bound; what finds none under ``moonep`` stays
 home), and nothing moves unless the fullest rank gets emptier by it. Left out: UltraEP's preference for replicas near a
-token, and its bound to one NVLink domain; that EPIC's experts stay where they went, for batches here begin at homes.
+token, and its bound to one NVLink domain.
 
 Shapes: R = ranks, E = experts, P = slots of all ranks, slots r * P / R and on being rank r's; V = places, an expert on
 a rank in however many slots; X = experts on several ranks, S = their places.
@@ -86,6 +87,18 @@ class Balanced:
         for _, sender, receiver in self.moves:
             moved_RR[sender, receiver] += 1
         return moved_RR
+
+    def left_P(self, num_ranks: int) -> NDArray[np.int64]:  # noqa: N802
+        """Slots for the next batch, int64 [P], where weights stay at the rank that got them and leave the other.
+
+        Free slots are a rank's last.
+        """
+        left_RS = []
+        for rank, expert_S in enumerate(self.slot_expert_P.reshape(num_ranks, -1)):
+            gone = [FREE, *(expert for expert, sender, _ in self.moves if sender == rank)]
+            kept_S = expert_S[~np.isin(expert_S, gone)]
+            left_RS.append(np.pad(kept_S, (0, len(expert_S) - len(kept_S)), constant_values=FREE))
+        return np.concatenate(left_RS)
 
 
 def with_free_slots(num_experts: int, num_ranks: int, spare_per_rank: int) -> NDArray[np.int64]:
@@ -227,9 +240,10 @@ class _Places:
 
 @dataclass(eq=False)
 class _Ranks:
-    """A batch at the homes of its experts (``with_free_slots``), and what is given away.
+    """A batch at the homes of its experts, a slot for each, and what is given away.
 
     Attributes:
+        home_E: the rank of each expert, as many on every rank; contiguous under ``with_free_slots``.
         used_R: pairs of every rank.
         given: pairs by (expert, rank), of ranks beside the home.
     """
@@ -243,15 +257,21 @@ class _Ranks:
     given: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        num_ranks, num_experts = self.counts_RE.shape
+        num_ranks = len(self.counts_RE)
         self.load_E = self.counts_RE.sum(axis=0)
-        self.home_E = np.arange(num_experts) // (num_experts // num_ranks)
-        self.used_R = self.load_E.reshape(num_ranks, -1).sum(axis=1)
+        self.home_E = self.slot_E // (len(self.slot_expert_P) // num_ranks)
+        self.used_R = np.bincount(self.home_E, self.load_E, minlength=num_ranks).astype(np.int64)
         self.free_R = (self.slot_expert_P.reshape(num_ranks, -1) == FREE).sum(axis=1)
 
     @property
+    def slot_E(self) -> NDArray[np.int64]:  # noqa: N802
+        """The slot of each expert."""
+        slot_P = np.flatnonzero(self.slot_expert_P != FREE)
+        return slot_P[np.argsort(self.slot_expert_P[slot_P], kind="stable")]
+
+    @property
     def num_ranks(self) -> int:
-        return len(self.used_R)
+        return len(self.counts_RE)
 
     @property
     def mean(self) -> int:
@@ -275,7 +295,7 @@ class _Ranks:
     def balanced(self, *, relayed: bool) -> Balanced:
         """The batch as given away; where no rank is emptier by it, at its homes."""
         expert_P, size = self.slot_expert_P.copy(), len(self.slot_expert_P) // self.num_ranks
-        slot_E = np.flatnonzero(expert_P != FREE)  # at home experts stand in order
+        slot_E = self.slot_E
         pairs_P = np.zeros(len(expert_P), dtype=np.int64)
         pairs_P[slot_E] = self.load_E
         if not self.given or self.used_R.max() >= pairs_P.reshape(self.num_ranks, -1).sum(axis=1).max():
@@ -394,13 +414,14 @@ def epic(
     """Let ranks of a node, the fullest with the emptiest, exchange an expert each, where that saves enough.
 
     Args:
-        slot_expert_P: as ``with_free_slots``; an exchange takes a free slot of each.
+        slot_expert_P: a slot for each expert, as many on every rank, and free ones; an exchange takes one of each rank.
         least_pairs: pairs by which the fuller of two gets emptier at least: as many as are computed in the time of an
             exchange, which takes 92 us of a DeepSeek-R1 expert over an H20's NVLink and 210 over an H800's.
         ranks_per_node: rank r is on node r // ranks_per_node.
     """
     ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
-    load_RL = ranks.load_E.reshape(ranks.num_ranks, -1)
+    expert_RL = np.argsort(ranks.home_E, kind="stable").reshape(ranks.num_ranks, -1)
+    load_RL = ranks.load_E[expert_RL]
     for first in range(0, ranks.num_ranks, ranks_per_node):
         node = first + np.argsort(-ranks.used_R[first : first + ranks_per_node], kind="stable")
         for fuller, emptier in zip(node[: len(node) // 2], node[::-1], strict=False):
@@ -412,7 +433,7 @@ def epic(
                 continue
             here, there = np.unravel_index(after_LL.argmin(), after_LL.shape)
             for rank, other, place in ((fuller, emptier, here), (emptier, fuller, there)):
-                ranks.give(int(rank) * load_RL.shape[1] + int(place), int(other), int(load_RL[rank, place]))
+                ranks.give(int(expert_RL[rank, place]), int(other), int(load_RL[rank, place]))
     return ranks.balanced(relayed=False)
 
 

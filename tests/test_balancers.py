@@ -246,22 +246,37 @@ def test_moonep_makes_all_ranks_equal_by_experts_of_one_home_for_each(batch: Bat
     assert found == {place: pairs for place, pairs in slow_moonep(batch).items() if pairs}
 
 
-def slow_epic(batch: Batch, least_pairs: int, ranks_per_node: int) -> list[int]:
-    """Pairs of every rank after the exchanges, each found by trying all."""
+def slow_epic(
+    batch: Batch, least_pairs: int, ranks_per_node: int, experts_of: list[set[int]] | None = None
+) -> list[int]:
+    """Pairs of every rank after the exchanges, each found by trying all.
+
+    Args:
+        experts_of: those of each rank, which are changed; None = at their homes.
+    """
     num_ranks, load_E = batch.num_ranks, batch.load_E.tolist()
     per_rank = len(load_E) // num_ranks
-    held = [load_E[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
-    native = list(map(sum, held))
-    after = list(native)
+    if experts_of is None:
+        experts_of = [set(range(rank * per_rank, (rank + 1) * per_rank)) for rank in range(num_ranks)]
+    native = [sum(load_E[expert] for expert in experts) for experts in experts_of]
+    after, exchanged = list(native), []
     for first in range(0, num_ranks, ranks_per_node):
         node = sorted(range(first, min(first + ranks_per_node, num_ranks)), key=lambda rank: -native[rank])
         while len(node) > 1:
             fuller, emptier = node.pop(0), node.pop()
-            gains = [ours - theirs for ours in held[fuller] for theirs in held[emptier]]
-            best = min(gains, key=lambda gain: max(native[fuller] - gain, native[emptier] + gain))
-            if native[fuller] - max(native[fuller] - best, native[emptier] + best) >= least_pairs:
-                after[fuller], after[emptier] = native[fuller] - best, native[emptier] + best
-    return after if max(after) < max(native) else native
+            swaps = [(ours, theirs) for ours in sorted(experts_of[fuller]) for theirs in sorted(experts_of[emptier])]
+            gains = [load_E[ours] - load_E[theirs] for ours, theirs in swaps]
+            fullest = [max(native[fuller] - gain, native[emptier] + gain) for gain in gains]
+            best = fullest.index(min(fullest))
+            if native[fuller] - fullest[best] >= least_pairs:
+                after[fuller], after[emptier] = native[fuller] - gains[best], native[emptier] + gains[best]
+                exchanged.append((fuller, emptier, *swaps[best]))
+    if max(after) >= max(native):
+        return native
+    for fuller, emptier, ours, theirs in exchanged:
+        experts_of[fuller] ^= {ours, theirs}
+        experts_of[emptier] ^= {ours, theirs}
+    return after
 
 
 @some_examples
@@ -274,6 +289,25 @@ def test_epic_exchanges_the_two_experts_that_help_most_inside_a_node(batch: Batc
     ways = {(sender, receiver) for _, sender, receiver in balanced.moves}
     assert ways == {(receiver, sender) for sender, receiver in ways}, "who gives takes"
     assert all(sender // how["ranks_per_node"] == receiver // how["ranks_per_node"] for sender, receiver in ways)
+
+
+@some_examples
+@given(batch=batches(moving=True), more=st.integers(0, 2**32), how=options)
+def test_epics_experts_stay_where_they_went(batch: Batch, more: int, how: dict[str, Any]) -> None:
+    """Four batches of other loads: each begins where the one before it ended, and no rank ever holds more experts."""
+    random, num_ranks, num_experts = np.random.default_rng(more), batch.num_ranks, len(batch.load_E)
+    experts_of = [set(map(int, own)) for own in np.array_split(np.arange(num_experts), num_ranks)]
+    slots_P = with_free_slots(num_experts, num_ranks, 1)
+    for _ in range(4):
+        of_batch = Batch(slots_P, batch.counts_RE[:, random.permutation(num_experts)])
+        balanced = epic(slots_P, of_batch.counts_RE, **how)
+        check(of_batch, balanced)
+        expected = slow_epic(of_batch, **how, experts_of=experts_of)
+        assert on_ranks(balanced.pairs_P, num_ranks).tolist() == expected
+        slots_P = balanced.left_P(num_ranks)
+        left = [set(own[own != FREE].tolist()) for own in slots_P.reshape(num_ranks, -1)]
+        assert left == experts_of
+        assert (slots_P.reshape(num_ranks, -1)[:, -1] == FREE).all()
 
 
 # --- By hand -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,55 @@ def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -
         best = may.iloc[-1]
         assert (answer.held_out.label, answer.held_out.later) == (best["label"], best["later"])
         assert f"Chosen by the first half of the batches, {best['label']} (" in lines
+
+
+# ---- exchanges that stay ---------------------------------------------------------------------------------------------
+
+
+def exchanging(folder: Path, traces: list[Path], **more: Any) -> Point:
+    point = planned(folder, traces, {}, history=0, order="shuffled", num_tokens=2000, num_batches=4)
+    emulate = {"replication": [], "rebalance": [{"name": "epic", "spare_per_rank": 1, "solve_us": 0, **more}]}
+    overrides = [f"emulate.{key}={json.dumps(value)}" for key, value in emulate.items()]
+    assert point.num_tokens == 2000
+    return plan(folder / "config.yaml", overrides, VIRTUAL, on_cpu=True)[0]
+
+
+def test_epic_pays_once_for_an_exchange_that_serves_later_batches(tmp_path: Path, traces: list[Path]) -> None:
+    point = exchanging(tmp_path, traces, least_pairs=1)
+    (case,) = [case for case in point.cases if case.replication is not None]
+    router, begins_P = Router(point, CPU), with_free_slots(NUM_EXPERTS, NUM_RANKS, 1)
+    moved = []
+    for batch in range(4):
+        balanced = case.replication.balance(begins_P, router.native_counts(batch), point.ranks_per_node)
+        slots = router.slots(case, batch)
+        found_RR = 0 if slots.moved_bytes_RR is None else slots.moved_bytes_RR / point.expert_bytes
+        assert (balanced.moved_RR(NUM_RANKS) == found_RR).all()
+        moved.append(len(balanced.moves))
+        begins_P = balanced.left_P(NUM_RANKS)
+    assert moved[0] > 0
+    assert Router(point, CPU).slots(case, 3).expert_P.tolist() == slots.expert_P.tolist(), "whichever batch comes first"
+
+
+def test_epic_exchanges_where_that_saves_more_time_than_it_takes(tmp_path: Path, traces: list[Path]) -> None:
+    """By the links and the device of the case: over slow links nothing moves that moves over fast ones."""
+    point = exchanging(tmp_path, traces)
+    (case,) = [case for case in point.cases if case.replication is not None]
+    load_E = Router(point, CPU).native_counts(0).sum(axis=0)
+    busy = replace(point, experiment=point.experiment)
+    assert point.exchange_pairs(load_E) > 0
+    scaled = [replace(busy, links=point.links.scaled(factor)) for factor in (1e-3, 1.0, 1e3)]
+    pairs = [one.exchange_pairs(load_E) for one in scaled]
+    assert pairs[0] >= pairs[1] >= pairs[2]
+    many_E = load_E * 10**5  # arithmetic bounds them, not weights
+    slow, fast = scaled[0].exchange_pairs(many_E), scaled[2].exchange_pairs(many_E)
+    exchange_us = float(point.links.scaled(1e-3).intra.time_us(point.expert_bytes))
+    size = point.model.expert_hidden_size, point.model.ffn_hidden_size
+    mean = many_E.mean()
+    few_us, more_us = (point.device.experts_us(*size, np.full(2, factor * mean)) for factor in (1, 1.5))
+    assert slow == int(exchange_us / ((more_us - few_us) / mean)) + 1 > fast
+    given = exchanging(tmp_path, traces, least_pairs=7)
+    (asked,) = [case.replication for case in given.cases if case.replication is not None]
+    balanced = asked.balance(with_free_slots(8, 4, 1), load_E[None].repeat(4, axis=0), 8, exchange_pairs=10**9)
+    assert balanced.moves, "what is given counts"
+    none = case.replication.balance(with_free_slots(8, 4, 1), load_E[None].repeat(4, axis=0), 8, exchange_pairs=10**9)
+    assert not none.moves

@@ -440,6 +440,30 @@ class Point:
         """Weights of one expert, scales of quantised blocks included."""
         return self.model.expert_parameters * PRECISIONS[self.experiment.layer.dtype].weight_bytes
 
+    def exchange_pairs(self, load_E: NDArray[np.int64]) -> int | None:
+        """Pairs that a rank computes while two ranks of a node exchange an expert; None = there are no such times.
+
+        Of experts as busy as a batch's are on average, whose pairs grow by a half: where that takes no time, as reading
+        weights does, more than all pairs.
+        """
+        if self.links is None or self.device is None or self.links.intra is None:
+            return None
+        mean, model, precision = load_E.mean(), self.model, self.device.precision(self.experiment.layer.dtype)
+        size = model.expert_hidden_size, model.ffn_hidden_size
+        few_us, more_us = (
+            self.device.experts_us(
+                *size,
+                np.full(len(load_E) // self.ep_size, factor * mean),
+                precision,
+                num_matrices=model.expert_matrices,
+                num_tokens=round(factor * self.num_tokens),
+            )
+            for factor in (1, 1.5)
+        )
+        pair_us = (more_us - few_us) / (0.5 * mean * len(load_E) / self.ep_size)
+        exchange_us = float(self.links.intra.time_us(self.expert_bytes))
+        return int(load_E.sum()) + 1 if pair_us * load_E.sum() < exchange_us else int(exchange_us / pair_us) + 1
+
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
         """Memory of a case's spare slots on every rank: replicas in all layers of the model, moved weights in one.
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_ep_bench.balancers import with_free_slots
+from moe_ep_bench.balancers import Balanced, with_free_slots
 from moe_ep_bench.bench.point import BASELINE, NATIVE, CaseSpec, Point
 from moe_ep_bench.bench.tokens import Tokens, tokens
 from moe_ep_bench.config import Lossless, ReplicationConfig
@@ -60,6 +60,7 @@ class Router:
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
         self._counts: dict[int, NDArray[np.int64]] = {}
         self._plans: dict[_PlanKey, tuple[NDArray[np.int64], float]] = {}
+        self._left: dict[tuple[str, int], NDArray[np.int64]] = {}
         self._moved: dict[tuple[_PlanKey, _PlanKey | None], NDArray[np.int64]] = {}
 
     def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
@@ -163,13 +164,25 @@ class Router:
             return self._contiguous
         known_batch, slots = self._slots.get(case.case_id, (None, None))
         if known_batch != batch:
-            counts_RE = self.native_counts(batch)
-            slot_expert_P, _ = self._planned(self._plan_key(wanted, batch))
-            balanced = wanted.balance(slot_expert_P, counts_RE, point.ranks_per_node)
-            slots = Slots.of_batch(balanced, counts_RE, point.expert_bytes)
+            balanced = self._balanced(case, wanted, batch)
+            slots = Slots.of_batch(balanced, self.native_counts(batch), point.expert_bytes)
             slots = replace(slots, rearranged=self._rearranged(wanted, batch))
             self._slots[case.case_id] = batch, slots
         return slots
+
+    def _balanced(self, case: CaseSpec, wanted: Lossless, batch: int) -> Balanced:
+        """A batch over slots as its plan has them, or as the batches before it left them, one after the other."""
+        begins_P, _ = self._planned(self._plan_key(wanted, batch))
+        for number in range(batch) if wanted.keeps_places else ():
+            if (left := case.case_id, number) not in self._left:
+                self._left[left] = self._balance(wanted, begins_P, number).left_P(self.point.ep_size)
+            begins_P = self._left[left]
+        return self._balance(wanted, begins_P, batch)
+
+    def _balance(self, wanted: Lossless, slot_expert_P: NDArray[np.int64], batch: int) -> Balanced:
+        counts_RE = self.native_counts(batch)
+        exchange_pairs = self.point.exchange_pairs(counts_RE.sum(axis=0)) if wanted.keeps_places else None
+        return wanted.balance(slot_expert_P, counts_RE, self.point.ranks_per_node, exchange_pairs)
 
     def _plan_key(self, wanted: Lossless, batch: int) -> _PlanKey:
         plan, known = None, ()

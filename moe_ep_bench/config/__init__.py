@@ -381,8 +381,21 @@ class Lossless(Strict):
         """The settings as a JSON-ready dict. Ids of cases follow from it."""
         return params_of(self.settings())
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
-        """A batch over the slots of all ranks; here routed experts stay where they are."""
+    keeps_places: ClassVar[bool] = False
+    """Weights that move stay where they went, for the batches after it."""
+
+    def balance(
+        self,
+        slot_expert_P: NDArray[np.int64],
+        counts_RE: NDArray[np.int64],
+        ranks_per_node: int,
+        exchange_pairs: int | None = None,
+    ) -> Balanced:
+        """A batch over the slots of all ranks; here routed experts stay where they are.
+
+        Args:
+            exchange_pairs: that a rank computes while two ranks of a node exchange an expert; None = not known.
+        """
         return OVER_REPLICAS["static"](slot_expert_P, counts_RE)
 
 
@@ -424,7 +437,7 @@ class ReplicationConfig(Lossless):
     def solving_us(self) -> float | None:
         return SOLVE_US if self.solve_us is None and self.balancer != "static" else self.solve_us
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], *_: int | None) -> Balanced:
         return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
 
 
@@ -436,7 +449,7 @@ class RebalanceConfig(Lossless):
     spare_per_rank: int = Field(2, ge=1, le=MOST)
     """Free slots of a rank, for all layers."""
     least_pairs: int = Field(1024, ge=1, le=MOST)
-    """Fewest pairs for which weights move."""
+    """Fewest pairs for which weights move; of epic, if not given, those computed during an exchange."""
     solve_us: SolveTime = SOLVE_US
     """Assumed time to plan a batch."""
 
@@ -446,8 +459,19 @@ class RebalanceConfig(Lossless):
             raise UserError("least_pairs: expected none beside moonep, which makes ranks equal by however few pairs")
         return self
 
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64], ranks_per_node: int) -> Balanced:
-        options = {"least_pairs": self.least_pairs, "ranks_per_node": ranks_per_node}
+    @property
+    def keeps_places(self) -> bool:
+        return self.name == "epic"
+
+    def balance(
+        self,
+        slot_expert_P: NDArray[np.int64],
+        counts_RE: NDArray[np.int64],
+        ranks_per_node: int,
+        exchange_pairs: int | None = None,
+    ) -> Balanced:
+        by_cost = self.name == "epic" and "least_pairs" not in self.model_fields_set and exchange_pairs is not None
+        options = {"least_pairs": exchange_pairs if by_cost else self.least_pairs, "ranks_per_node": ranks_per_node}
         return MOVING[self.name](slot_expert_P, counts_RE, **options)
 
 

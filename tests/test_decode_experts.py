@@ -211,11 +211,13 @@ row_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @devices
 @row_dtypes
 @pytest.mark.parametrize("num_columns", [1, 48, 2880])
-@pytest.mark.parametrize(("num_places", "count"), [(0, 0), (7, 0), (7, 4), (7, 7), (777, 400)])
+@pytest.mark.parametrize(("num_places", "count"), [(0, 0), (7, 0), (7, 4), (7, 7), (77, 40)])
 def test_only_rows_of_pairs_that_were_chosen_are_gathered(
     num_places: int, count: int, num_columns: int, dtype: torch.dtype, device: str
 ) -> None:
     """A policy that keeps 62 % of the pairs moved 100 % of their rows: 0.10 to 0.14 ms of a layer on an H100."""
+    if device == "cuda":
+        num_places, count = 10 * num_places, 10 * count
     generator = torch.Generator().manual_seed(1)
     rows_TD = torch.randn(5, num_columns, generator=generator).to(dtype)
     places_N = torch.randint(5, (num_places,), generator=generator)

@@ -193,7 +193,11 @@ class Lab:
         *,
         on_last: bool = False,
     ) -> None:
-        """See ``runner_laws.Runner``."""
+        """Hold the output of a model's layer, routed by each of these, against the dense reference.
+
+        Args:
+            on_last: all tokens are the last rank's; else ranks have uneven shares of them.
+        """
         model, mine = self.model(name), self.mine(num_tokens)
         if on_last:
             mine = slice(0, num_tokens if self.ranks.rank == self.ranks.world_size - 1 else 0)

@@ -90,13 +90,14 @@ class Layer(OnVirtualRanks):
         super().__init__(lab, model, build, sizes)
         hidden_TD = torch.randn(sum(sizes), model.hidden_size, generator=torch.Generator().manual_seed(8))
         self.hidden = hidden_TD.to(lab.device).split(sizes)
+        self.references = [DenseReference(model, hidden_TD, SEED) for hidden_TD in self.hidden]
 
     def check(self, spec: Spec, what: object) -> None:
         """Hold all ranks' outputs against the reference."""
         routings = self.announce(spec)[None]
         outputs = self.virtual.side_by_side([hidden_TD.unsqueeze(1) for hidden_TD in self.hidden], self.prepare)
-        for hidden_TD, output_T1D, routing in zip(self.hidden, outputs, routings, strict=True):
-            assert_right(DenseReference(self.model, hidden_TD, SEED), output_T1D[:, 0], routing, what)
+        for reference, output_T1D, routing in zip(self.references, outputs, routings, strict=True):
+            assert_right(reference, output_T1D[:, 0], routing, what)
 
 
 class Lab:
@@ -114,7 +115,7 @@ class Lab:
         *,
         on_last: bool = False,
     ) -> None:
-        """See ``runner_laws.Runner``."""
+        """As real ranks do (``layer_laws.Lab``)."""
         for num_ranks in (2, 4) if name == FOUR_EXPERTS.name else (4,):
             sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
             sizes = [0] * (num_ranks - 1) + [num_tokens] if on_last else sizes

@@ -66,7 +66,7 @@ class RunDirectory:
         return self.root / RUN_JSON
 
     def path(self, table: str, comparison_id: str, launch: int | None = None) -> Path:
-        """The part of a comparison in one of ``TABLES``; of samples that of a launch."""
+        """The part of a comparison in one of ``TABLES``, and of a launch where it is by launch."""
         name = comparison_id if launch is None else f"{comparison_id}-{launch}"
         return self.root / TABLES[table].folder / f"{name}.parquet"
 
@@ -78,7 +78,7 @@ class RunDirectory:
         """All parts of a table, by comparison."""
         found: dict[str, list[Path]] = {}
         for path in sorted(self.path(table, "").parent.glob("*.parquet")):
-            key = path.stem.rpartition("-")[0] if table == "samples" else path.stem
+            key = path.stem.rpartition("-")[0] if TABLES[table].is_by_launch else path.stem
             found.setdefault(key, []).append(path)
         return found
 
@@ -209,7 +209,7 @@ class RunDirectory:
             provenance = {key: description.get(key) for key in Job.model_fields}
             earlier = self.earlier() or {}
             merged = {**description, "runs": {**earlier.get("runs", {}), description["run_id"]: provenance}}
-            launch = 0 if table == "samples" else None
+            launch = 0 if TABLES[table].is_by_launch else None
             for comparison_id, comparison in earlier.get("comparisons", {}).items():
                 if comparison_id in description["comparisons"]:
                     continue

@@ -10,7 +10,9 @@ import pyarrow as pa
 
 SCHEMA_VERSION = 6
 
-MODES = ("run", "emulated", "route", "quality")
+# A rehearsal is a run whose ranks share a device: nothing of it is timed.
+REHEARSAL = "rehearsal"
+MODES = ("run", "emulated", "route", "quality", REHEARSAL)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,17 @@ SAMPLES_SCHEMA = _table(
     ]
 )
 
+# What a rehearsal leaves in place of samples: one row per case x launch x rank, with what ran there and no time.
+REHEARSAL_SCHEMA = _table(
+    [
+        *IDENTITY,
+        ("launch", pa.int32()),
+        ("num_iterations", pa.int32()),
+        ("phases", pa.list_(pa.string())),  # that occurred
+        ("lost_attempts", pa.list_(pa.string())),  # why earlier jobs lost the case, oldest first
+    ]
+)
+
 # One row per case x rank x batch x layer. Virtual ranks are rows like any others.
 ROUTING_SCHEMA = _table(
     [
@@ -263,14 +276,16 @@ QUALITY_ROUTING_SCHEMA = _table(
 
 @dataclass(frozen=True)
 class Table:
-    """A table on disk: a Parquet part per comparison (of samples and launch), in a folder of a results directory."""
+    """A table on disk: a Parquet part per comparison (and launch), in a folder of a results directory."""
 
     folder: str
     schema: pa.Schema
+    is_by_launch: bool = False
 
 
 TABLES = {
-    "samples": Table("cases", SAMPLES_SCHEMA),
+    "samples": Table("cases", SAMPLES_SCHEMA, is_by_launch=True),
+    REHEARSAL: Table("cases", REHEARSAL_SCHEMA, is_by_launch=True),
     "routing": Table("routing", ROUTING_SCHEMA),
     "frontier": Table("frontier", FRONTIER_SCHEMA),
     "quality": Table("quality", QUALITY_SCHEMA),

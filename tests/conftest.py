@@ -57,6 +57,7 @@ WARM = (
     "records",
     "run",
     "scopes",
+    "sharing",
     "validate",
 )
 

@@ -16,7 +16,7 @@ whichever columns a directory has: NaN among numbers, None among all else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load, melted
-from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, RoutedFacts, origin_of
+from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, RoutedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
     case_label,
     describe_links,
@@ -59,7 +59,7 @@ from moe_ep_bench.facts.words import (
     traffic_words,
     workload_words,
 )
-from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REST, SM_CLOCK, TOTAL
+from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REHEARSAL, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
     LEAST_MODELLED,
     Estimate,
@@ -95,8 +95,11 @@ def load_timed(directory: Path) -> Store:
     """``load`` one directory; ResultsError where nothing in it was timed."""
     store = load(directory)
     mode = store.comparisons[0].run.mode
-    if "samples" not in KINDS[mode].tables:
-        raise ResultsError(f"{directory}: is a {mode} run, without times; expected what `run` or `emulate` wrote")
+    if not KINDS[mode].is_timed:
+        shared = ": its ranks shared a device (--share-gpu)" if mode == REHEARSAL else ""
+        raise ResultsError(
+            f"{directory}: is a {mode} run, without times{shared}; expected what `run` or `emulate` wrote"
+        )
     return store
 
 
@@ -159,8 +162,36 @@ def _cases(store: Directory) -> pd.DataFrame:
         rows = rows.join(_passes(rows)).join(_models(store, rows))
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
+    if len(store.rehearsal):
+        rows = rows.join(_rehearsed(store, rows))
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *ROUTED, "output_error", *_TIMED])))
     return rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us", "ep_size"])
+
+
+def _rehearsed(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
+    """What is known of cases that ran and were not timed; the worst of ranks and launches."""
+    by_case = store.rehearsal.groupby("case")
+    memory = {
+        place: max(rank.peak_memory_bytes or 0 for launch in one.conditions.values() for rank in launch.ranks) / 2**30
+        for place, one in enumerate(store.comparisons)
+        if one.conditions
+    }
+    return pd.DataFrame(
+        {
+            "num_iterations": by_case["num_iterations"].min(),
+            "phases_ran": by_case["phases"].agg(lambda phases: ", ".join(_in_all(phases))),
+            "num_phases": by_case["phases"].agg(lambda phases: len(_in_all(phases))),
+            "lost_attempts": by_case["lost_attempts"].agg(lambda reasons: "; ".join(reasons.iloc[0]) or None),
+            "reference_error": store.routing.groupby("case")["reference_error"].max(),
+            "peak_memory_gib": store.cases["comparison"].map(memory),
+        }
+    ).reindex(rows.index)
+
+
+def _in_all(lists: Iterable[Sequence[str]]) -> list[str]:
+    """What stands in each of several lists, in the order of the first."""
+    first, *others = lists
+    return [one for one in first if all(one in other for other in others)]
 
 
 def differs_from_topk(rows: pd.DataFrame) -> pd.Series:
@@ -394,7 +425,7 @@ def point_words(point: Mapping[str, Any]) -> str:
 
 def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
-    is_timed = "samples" in KINDS[run.mode].tables
+    is_timed = isinstance(facts, TimedFacts)
     workload = getattr(facts, "workload", None)
     device = is_timed and facts.device and device_name(facts.device, facts.expert_rows)
     of_links = (facts.links, facts.exchange) if is_timed and facts.links else None

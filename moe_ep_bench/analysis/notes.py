@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
-from moe_ep_bench.analysis.store import Comparison, Store
+from moe_ep_bench.analysis.store import KINDS, Comparison, Store
 from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, TimedFacts
 from moe_ep_bench.facts.words import (
     component_words,
@@ -87,7 +87,7 @@ def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
     one, frame = store.by_id[directory, comparison_id], cases(store)
     rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
     ok = rows[rows["status"] == "ok"]
-    is_timed = isinstance(one.facts, TimedFacts)
+    is_timed = KINDS[one.run.mode].is_timed
     said = _of_routing(store, one, rows, ok) + (_of_times(one, rows, ok) if is_timed else [])
     weak = (_weak_times(one, rows, ok) if is_timed else []) + _weak_scores(one, rows, ok)
     weak += _weak_phases(one, rows) if is_timed else []

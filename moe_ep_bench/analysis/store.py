@@ -37,6 +37,7 @@ from moe_ep_bench.schema import (
     HOST_BUSY,
     IDENTITY,
     PHASES,
+    REHEARSAL,
     SM_CLOCK,
     TABLES,
     TOTAL,
@@ -63,11 +64,14 @@ class Kind(NamedTuple):
     facts: type[BaseModel]
     tables: tuple[str, ...]
 
+    is_timed: bool = False
 
-_TIMED = Kind(TimedFacts, ("samples", "routing", "frontier"))
+
+_TIMED = Kind(TimedFacts, ("samples", "routing", "frontier"), is_timed=True)
 KINDS = {
     "run": _TIMED,
     "emulated": _TIMED,
+    REHEARSAL: Kind(TimedFacts, (REHEARSAL, "routing", "frontier")),
     "route": Kind(RoutedFacts, ("routing", "frontier")),
     "quality": Kind(JudgedFacts, ("quality", "quality_routing")),
 }
@@ -104,6 +108,7 @@ class Directory:
             slower of device and host (``paced``), and ``BESIDE`` of an iteration in the row that has its total.
         routing: a row per rank, batch and layer.
         frontier: a row per batch and layer, where it was computed.
+        rehearsal: a row per launch and rank of cases that ran and were not timed.
         quality, quality_routing: of answers, as in the schema.
     """
 
@@ -113,6 +118,7 @@ class Directory:
     samples: pd.DataFrame
     routing: pd.DataFrame
     frontier: pd.DataFrame
+    rehearsal: pd.DataFrame
     quality: pd.DataFrame
     quality_routing: pd.DataFrame
 
@@ -321,13 +327,16 @@ def _read_comparison(
         left = (
             f"no rows of {case_label(missing['facts'].iloc[0])}{more}; the run did not finish: start it again to go on"
         )
-        lines.append(f"{files.path(first, key, 0 if first == 'samples' else None)}: {left}")
+        lines.append(f"{files.path(first, key, 0 if TABLES[first].is_by_launch else None)}: {left}")
     ok = cases[cases["status"] == "ok"]
     routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
     for case in ok[~ok["case_id"].isin(routed)].itertuples() if "routing" in paths else ():
         raise ResultsError(f"{files.path('routing', key)}: no rows of {case_label(case.facts)}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
-    launches = {int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any() for part in parts["samples"]}
+    launches = {
+        int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any()
+        for part in (parts["samples"] or parts[REHEARSAL])
+    }
     conditions = {
         launch: read_document(path, Conditions)
         for launch, is_measured in launches.items()

@@ -109,7 +109,7 @@ def _tag_look(word: str) -> dict[str, Any]:
         "boxstyle": f"{'round' if is_how else 'square'},pad=0.28",
         "facecolor": face,
         "edgecolor": INK if is_how else MUTED,
-        "linestyle": {**_LINE_OF, "routed": (0, (1, 1.5))}.get(word, "-"),
+        "linestyle": {**_LINE_OF, **dict.fromkeys(("rehearsed", "routed"), (0, (1, 1.5)))}.get(word, "-"),
     }
     return {"color": ink, "bbox": box}
 

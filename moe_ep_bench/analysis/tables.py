@@ -34,6 +34,7 @@ from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts.words import scale_words
+from moe_ep_bench.schema import REHEARSAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
@@ -211,6 +212,14 @@ VIEWS = {
         where=_ROUTED,
         short=("fullest_expert", "fullest_rank", "activated_experts", "rank_imbalance"),
     ),
+    REHEARSAL: View(
+        (
+            *("label", "num_iterations", "num_phases", "reference_error", "peak_memory_gib", "lost_attempts"),
+            *("fullest_rank", *COSTS, "activated_experts"),
+        ),
+        where=f"mode == '{REHEARSAL}'",
+        short=("num_iterations", "num_phases", "peak_memory_gib", "fullest_rank"),
+    ),
     "texts": View(
         (
             *("label", text("phase"), number("perplexity", "ppl", "{:.2f}")),
@@ -290,7 +299,7 @@ VIEWS = {
         ),
     ),
 }
-MAIN = ("layer", "model", "route", "texts", "claims", "tasks")
+MAIN = ("layer", "model", REHEARSAL, "route", "texts", "claims", "tasks")
 
 
 def tables(store: Store, views: Sequence[str] = MAIN) -> list[Table]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep_bench.bench.description import describe_timed_run, routed_facts, run_json
+from moe_ep_bench.bench.description import describe_timed_run, held_here, routed_facts, run_json
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.measure import Runner, measure_point
 from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
@@ -31,12 +31,14 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
 from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often, split_reason
 from moe_ep_bench.runtime.ranks import Ranks, ReportedError, as_rank, join
+from moe_ep_bench.runtime.sharing import SHARE_FLAG, Sharing, check_memory, free_bytes_of_gpus, shared_gpus
 from moe_ep_bench.runtime.torchrun import (
     STOPPED_WORDS,
     Ended,
     asked_to_close,
     check_num_ranks,
     launched_plan,
+    num_gpus,
     num_nodes,
     torchrun,
 )
@@ -55,20 +57,34 @@ def launch(
     *,
     force: bool = False,
     point: int | None = None,
+    sharing: Sharing | None = None,
 ) -> Ended:
     """Have torchrun measure every launch of ``config`` on this node's ranks; return how that ended.
+
+    Args:
+        sharing: by what ranks share GPUs; None = each has its own.
 
     Raises:
         UserError: the config cannot be run on these ranks; found before any is started.
     """
-    check_num_ranks(nproc)
-    points = plan(config, overrides, RANKS, nproc * num_nodes(), point=point)
+    check_num_ranks(nproc, sharing)
+    points = plan(config, overrides, RANKS, nproc * num_nodes(), point=point, sharing=sharing)
+    if sharing is not None:
+        _check_shared_memory(points, nproc)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     arguments += ["--force"] if force else []
+    arguments += SHARE_FLAG[sharing] if sharing else []
     launches = range(points[0].experiment.measure.launches)
     commands = [[*arguments, "--launch", str(number)] for number in launches]
-    return torchrun(commands, nproc, max_restarts=_MAX_RESTARTS, plan=plan_text(points))
+    with shared_gpus(sharing, -(-nproc // (num_gpus() or nproc))):
+        return torchrun(commands, nproc, max_restarts=_MAX_RESTARTS, plan=plan_text(points))
+
+
+def _check_shared_memory(points: Sequence[Point], nproc: int) -> None:
+    """Refuse more ranks than GPUs have memory for, as far as their driver tells it; by the largest point's estimate."""
+    rank_bytes = max(sum(held_here(point).values()) for point in points)
+    check_memory(rank_bytes, free_bytes_of_gpus(), nproc)
 
 
 def run(
@@ -79,6 +95,7 @@ def run(
     launch: int = 0,
     force: bool = False,
     point: int | None = None,
+    sharing: Sharing | None = None,
 ) -> int:
     """Measure one launch of all points of ``config`` on the ranks that torchrun started; return the exit status.
 
@@ -86,10 +103,11 @@ def run(
         out: results directory; what is finished in it is not run again unless ``force``.
         launch: which of the config's ``measure.launches`` repetitions, from 0.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
+        sharing: by what these ranks share GPUs.
     """
 
     def work() -> int:
-        with contextlib.closing(join(_JOIN_TIMEOUT_S)) as ranks:
+        with contextlib.closing(join(_JOIN_TIMEOUT_S, sharing=sharing)) as ranks:
             points = _agreed_plan(ranks, config, overrides, launch, point)
             return _measure(Job(ranks, RunDirectory(out), launch), points, force=force)
 
@@ -208,11 +226,12 @@ def _agreed_plan(ranks: Ranks, config: Path, overrides: Sequence[str], launch: i
     def read() -> list[Point]:
         if (text := launched_plan()) is not None:
             return read_plan(text, ranks.world_size)
-        return plan(config, overrides, RANKS, ranks.world_size, point=point)
+        return plan(config, overrides, RANKS, ranks.world_size, point=point, sharing=ranks.sharing)
 
     points = ranks.agree(read)
     facts = {
         "the config": stable_hash([plan_hash(points), launch]),
+        "--share-gpu": str(ranks.sharing),
         "what computes experts and permutes": str([one.layer_backend for one in points]),
         "the code of moe-ep-bench": provenance.code_hash(),
         **provenance.package_versions(),
@@ -239,7 +258,7 @@ def _measure(job: Job, points: Sequence[Point], *, force: bool) -> int:
         if todo:
             # Made on every rank, which solves for all batches.
             description = ranks.agree(partial(describe_timed_run, ranks, run_id, points))
-            job.on_first(partial(directory.write_run, description))
+            job.on_first(partial(directory.write_run, description, points[0].table))
         else:
             _say(ranks, "all cases were finished before; --force runs them again")
         with job.trying(points):
@@ -339,7 +358,7 @@ def pending_cases(directory: RunDirectory, points: Sequence[Point], launch: int,
             directory.remove(comparison_id)
     pending = []
     for comparison_id, case_ids in ids.items():
-        if directory.statuses(comparison_id, launch).keys() >= set(case_ids):
+        if directory.statuses(comparison_id, launch, points[0].table).keys() >= set(case_ids):
             pending.append(Pending([], {}))
             continue
         lost = lost_too_often(directory.attempts, comparison_id, case_ids)
@@ -350,7 +369,7 @@ def pending_cases(directory: RunDirectory, points: Sequence[Point], launch: int,
 def _status(directory: RunDirectory, points: Sequence[Point], launch: int) -> int:
     """The exit status: whether this launch measured all cases."""
     for point in points:
-        statuses = directory.statuses(point.comparison_id, launch)
+        statuses = directory.statuses(point.comparison_id, launch, point.table)
         if any(statuses.get(case.case_id) != "ok" for case in point.cases):
             return CASES_FAILED
     return OK

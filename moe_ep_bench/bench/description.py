@@ -104,6 +104,7 @@ def timed_facts(comparison: Point, ranks: Ranks) -> TimedFacts:
         "num_replicas": comparison.world_size // comparison.ep_size,
         "dtype": experiment.layer.dtype,
         "backend": ranks.backend,
+        "sharing": ranks.sharing,
         "experts": Component(
             requested=experiment.layer.experts, ran=layer_backend.experts, why=layer_backend.experts_why
         ),

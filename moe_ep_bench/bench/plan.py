@@ -37,6 +37,7 @@ from moe_ep_bench.policies import source_hash
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.presets import validated
+from moe_ep_bench.runtime.sharing import STAGED, Sharing
 from moe_ep_bench.runtime.torchrun import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.motion import Motion
@@ -93,12 +94,13 @@ def plan_experiments(
     *,
     on_cpu: bool = False,
     try_out: bool = True,
+    sharing: Sharing | None = None,
 ) -> list[Point]:
     """Plan experiments that are read already.
 
     Args:
         config: names their file in errors.
-        backend, world_size, on_cpu: see ``make_point``.
+        backend, world_size, on_cpu, sharing: see ``make_point``.
         try_out: make a batch of each, and route two tokens by its policies. Else nothing is drawn or solved for.
 
     Raises:
@@ -108,7 +110,7 @@ def plan_experiments(
     planned: dict[str, Point] = {}
     for experiment in experiments:
         with naming(str(config)):
-            point = make_point(experiment, backend, world_size, on_cpu=on_cpu)
+            point = make_point(experiment, backend, world_size, on_cpu=on_cpu, sharing=sharing)
             if try_out:
                 _try_out(point)
         same = planned.setdefault(point.comparison_id, point)
@@ -119,12 +121,20 @@ def plan_experiments(
     return list(planned.values())
 
 
-def make_point(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Point:
+def make_point(
+    experiment: Experiment,
+    backend: str,
+    world_size: int | None = None,
+    *,
+    on_cpu: bool,
+    sharing: Sharing | None = None,
+) -> Point:
     """Check that an experiment fits a backend, and open its workloads; no batch is made, but small ones are solved.
 
     Args:
         backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
         world_size: real ranks. Other backends have ``Experiment.virtual_ranks``.
+        sharing: by what real ranks share a device.
 
     Raises:
         ValueError: naming the key whose value does not fit.
@@ -135,6 +145,8 @@ def make_point(experiment: Experiment, backend: str, world_size: int | None = No
     is_emulated = backend in (VIRTUAL, MODELLED)
     experiment = _with_dtype(experiment, is_modelled=is_emulated)
     checks.check_experiment(experiment, backend, world_size)
+    by_host = "false with --staged, whose collectives pass through the host"
+    checks.refuse(sharing == STAGED and experiment.layer.cuda_graph, "layer.cuda_graph", by_host, "true")
     links = device = None
     if is_emulated:
         links, device = _stand_ins(experiment, experiment.layer.ep_size or world_size)
@@ -143,7 +155,7 @@ def make_point(experiment: Experiment, backend: str, world_size: int | None = No
     workloads = open_workloads(experiment, world_size)
     layer_backend = _layer_backend(experiment, backend, links, device, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
-    point = Point(experiment, backend, world_size, workloads, layer_backend, links, device, on_gpu)
+    point = Point(experiment, backend, world_size, workloads, layer_backend, links, device, on_gpu, sharing)
     checks.check_batches(experiment, point.ep_size, point.num_places, point.rank_tokens)
     _solve_few(point)
     return point
@@ -266,7 +278,7 @@ def plan_text(points: Sequence[Point]) -> str:
     experiments = [
         {"values": point.experiment.model_dump(exclude_unset=True), "point": point.experiment.point} for point in points
     ]
-    facts = {"hash": plan_hash(points), "world_size": points[0].world_size}
+    facts = {"hash": plan_hash(points), "world_size": points[0].world_size, "sharing": points[0].sharing}
     return json.dumps({**facts, "experiments": experiments}, default=str)
 
 
@@ -285,8 +297,8 @@ def read_plan(text: str, world_size: int) -> list[Point]:
         experiment = validated(Experiment, planned["values"], "the plan")
         experiment._point = tuple(map(tuple, planned["point"]))
         experiments.append(experiment)
-    on_cpu = device_type() == "cpu"
-    points = plan_experiments(Path("the plan"), experiments, RANKS, world_size, on_cpu=on_cpu, try_out=False)
+    on_cpu, how = device_type() == "cpu", {"sharing": document["sharing"]}
+    points = plan_experiments(Path("the plan"), experiments, RANKS, world_size, on_cpu=on_cpu, try_out=False, **how)
     if (found := plan_hash(points)) != document["hash"] and world_size == document["world_size"]:
         raise UserError(f"the plan: expected the cases of {document['hash']}, as it was launched; got {found}")
     return points

@@ -51,6 +51,8 @@ from moe_ep_bench.placement import Windows, fullest_by_spare, spread_over_layers
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
 from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.policies.lazy import Tensor
+from moe_ep_bench.runtime.sharing import Sharing
+from moe_ep_bench.schema import REHEARSAL
 from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.targets import PATTERNS, counted_layers
@@ -146,6 +148,7 @@ class Point:
         links: what stands between virtual ranks; None on real ones.
         device: what stands for each virtual rank; None = the device that is here.
         on_gpu: scores lie on a GPU.
+        sharing: by what real ranks share a device, so that nothing is timed; None = each has its own.
     """
 
     experiment: Experiment
@@ -156,11 +159,19 @@ class Point:
     links: Links | None = None
     device: Device | None = None
     on_gpu: bool = False
+    sharing: Sharing | None = None
 
     @property
     def mode(self) -> str:
         """The mode of its rows (``schema.MODES``)."""
+        if self.sharing is not None:
+            return REHEARSAL
         return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
+
+    @property
+    def table(self) -> str:
+        """Whose rows make a case done (``schema.TABLES``)."""
+        return {REHEARSAL: REHEARSAL, "route": "routing"}.get(self.mode, "samples")
 
     @property
     def scope(self) -> str:

@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from moe_ep_bench.bench.point import CaseSpec, Point
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
+from moe_ep_bench.runtime.attempts import lost_attempts
+from moe_ep_bench.schema import BESIDE_TOTAL, REHEARSAL, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
 
 Row = dict[str, Any]
@@ -113,13 +114,45 @@ def write(directory: RunDirectory, run_id: str, point: Point, result: Result, la
         for key, times_RSC in result.times.items():
             yield {**facts[key], **_sample_columns(result.steps, times_RSC, result.columns)}
 
+    def walked() -> Iterator[dict[str, Any]]:
+        for key, (status, reason) in result.unmeasured.items():
+            yield {**facts[key], "status": status, "reason": reason, **lost(key)}
+        for key, times_RSC in result.times.items():
+            yield {**facts[key], **_walked_columns(times_RSC, result.columns, lost(key))}
+
+    def lost(key: str) -> dict[str, Any]:
+        return {"lost_attempts": [lost_attempts(directory.attempts, key)]}
+
     conditions = result.conditions and {"run_id": run_id, **result.conditions}
-    directory.write("samples", part, samples(), launch, conditions=conditions)
+    rows = walked() if point.mode == REHEARSAL else samples()
+    directory.write(point.table, part, rows, launch, conditions=conditions)
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Rows as columns; what a row lacks is None."""
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+
+
+def _walked_columns(times_RSC: np.ndarray, columns: Sequence[PhaseKey], lost: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each rank of one case: its iterations, and the phases that occurred in them."""
+    phases = [layer_and_phase(key)[1] for key in columns]
+    beside = {TOTAL, UNACCOUNTED, *BESIDE_TOTAL}
+    occurred_RC = ~np.isnan(times_RSC).all(axis=1)
+    num_ranks, num_steps, _ = times_RSC.shape
+    of_ranks = [
+        list(
+            dict.fromkeys(
+                phase for phase, is_there in zip(phases, row, strict=True) if is_there and phase not in beside
+            )
+        )
+        for row in occurred_RC
+    ]
+    return {
+        "rank": np.arange(num_ranks),
+        "num_iterations": [num_steps] * num_ranks,
+        "phases": of_ranks,
+        **{name: reasons * num_ranks for name, reasons in lost.items()},
+    }
 
 
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from moe_ep_bench.cli.arguments import make_parser
 from moe_ep_bench.errors import CASES_FAILED, LOST, OK, USER_ERROR, UserError, cannot_write, printable
+from moe_ep_bench.runtime.sharing import NCCL, STAGED, Sharing
 from moe_ep_bench.runtime.torchrun import become_rank, is_launched, local_ranks, num_nodes, take_cpu
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
@@ -136,19 +137,26 @@ def _run(options: Namespace) -> int:
         return _list_points(options)
     if options.launch is not None and not _is_rank():
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
+    if options.staged and not options.share_gpu:
+        raise UserError("--staged: goes with --share-gpu, got none")
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else local_ranks(options.nproc) * num_nodes()
         return _dry_run(options, "ranks", num_ranks)
     from moe_ep_bench.bench import commands
 
     what = (options.config, _out(options), options.overrides)
-    how = {"force": options.force, "point": options.point}
+    how = {"force": options.force, "point": options.point, "sharing": _sharing(options)}
     if _is_rank():
         status = commands.run(*what, launch=options.launch or 0, **how)
         reports = os.environ["RANK"] == "0" and not is_launched()
     else:
         status, reports = commands.launch(*what, local_ranks(options.nproc), **how)
     return _shown_of_directory(status, _out(options)) if reports else status
+
+
+def _sharing(options: Namespace) -> Sharing | None:
+    """By what ranks are to share GPUs."""
+    return (STAGED if options.staged else NCCL) if options.share_gpu else None
 
 
 def _list_points(options: Namespace) -> int:

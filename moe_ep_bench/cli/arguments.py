@@ -44,6 +44,8 @@ run  start real ranks and time an expert-parallel layer or model on them
   --point I  run one point of --list-points, from 0; other jobs may run the others
   --launch I  under torchrun: which of measure.launches, from 0
   @nproc
+  --share-gpu  rehearse: start --nproc ranks on fewer GPUs; nothing is timed
+  --staged  with --share-gpu: pass collectives through the host, where NCCL is older than 2.30 or ranks are on the CPU
   @cpu
 emulate  time one rank after the other on this device; model the links, or all
   @config

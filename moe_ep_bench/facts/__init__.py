@@ -27,7 +27,8 @@ from pydantic import (
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.policies.contract import Setting, params_of
-from moe_ep_bench.schema import MODES
+from moe_ep_bench.runtime.sharing import Sharing
+from moe_ep_bench.schema import MODES, REHEARSAL
 
 MEASURED_ELSEWHERE = "measured elsewhere"
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
@@ -35,7 +36,7 @@ Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
 table), published by others (the file says by whom), or assumed."""
 PARTLY_ELSEWHERE = "partly measured elsewhere"
 # How the times of a comparison came about: the values of the column ``origin``.
-ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
+ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "rehearsed", "routed")
 # Origins of times for which nothing ran on a device.
 NOT_EXECUTED = (PARTLY_ELSEWHERE, "modelled")
 
@@ -372,7 +373,8 @@ class TimedFacts(ComparisonFacts):
     num_replicas: Count
     world_size: Count
     dtype: str
-    backend: Literal["nccl", "gloo"]
+    backend: Literal["nccl", "gloo", "staged"]
+    sharing: Sharing | None = None  # by what ranks shared a device, and nothing was timed; None = each had its own
     experts: Component
     permute: Component
     oversubscribed: bool  # more ranks than cores
@@ -584,7 +586,7 @@ class Pairs(JsonRecord):
 
 
 def origin_of(run: RunFacts, facts: ComparisonFacts | JudgedFacts) -> str | None:
-    """One of ``ORIGINS``; routed where there are no times, None of answers."""
+    """One of ``ORIGINS``; routed or rehearsed where there are no times, None of answers."""
     if isinstance(facts, TimedFacts) and facts.device is not None:
         return PARTLY_ELSEWHERE if facts.is_elsewhere else "modelled"
-    return {"run": "measured", "emulated": "emulated", "route": "routed"}.get(run.mode)
+    return {"run": "measured", "emulated": "emulated", "route": "routed", REHEARSAL: "rehearsed"}.get(run.mode)

@@ -45,6 +45,7 @@ MODE_WORDS = {
     "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
     "route": "routing only (nothing was timed)",
     "quality": "answers (nothing was timed)",
+    "rehearsal": "rehearsal (ranks shared a device, so nothing was timed)",
 }
 MODELLED = "modelled (nothing was run)"
 ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from moe_ep_bench.errors import LOST, USER_ERROR, UserError, brief
+from moe_ep_bench.runtime import staged
 from moe_ep_bench.runtime.attempts import PEER_LOST, is_of_peers
+from moe_ep_bench.runtime.sharing import NCCL, STAGED, Sharing, let_nccl_share
 from moe_ep_bench.runtime.torchrun import device_type, leave_status
 
 # NCCL's own threads would abort a rank whose peer is gone, whose device waits for long or whose kernel failed: it would
@@ -44,16 +46,23 @@ class ReportedError(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process among the others.
+
+    Attributes:
+        sharing: by what ranks share a device; None = they do not.
+    """
 
     rank: int
     world_size: int
     local_world_size: int
     device: torch.device
     side_group: dist.ProcessGroup
+    sharing: Sharing | None = None
 
     @property
     def backend(self) -> str:
+        if self.sharing == STAGED:
+            return STAGED
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     @property
@@ -138,11 +147,12 @@ def as_rank(work: Callable[[], int]) -> int:
     return leave_status(status)
 
 
-def join(timeout_s: float, *, measures: bool = True) -> Ranks:
+def join(timeout_s: float, *, measures: bool = True, sharing: Sharing | None = None) -> Ranks:
     """Meet the other processes that torchrun started; alone without torchrun.
 
     Args:
         measures: something is timed on the device; False = all is modelled, and any device will do.
+        sharing: by what several ranks share a GPU (rank r has GPU r modulo their number); None = each has its own.
 
     Raises:
         UserError: fewer GPUs on this node than ranks, or GPUs that torch cannot use (``device_type``).
@@ -153,9 +163,10 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
     timeout = datetime.timedelta(seconds=timeout_s)
     if (device_type() == "cuda") if measures else torch.cuda.is_available():
         there = torch.cuda.device_count()
-        if local_rank >= there:
-            raise UserError(f"ranks per node: expected at most {there} (the GPUs here), got {local_world_size}")
-        device, backend = torch.device("cuda", local_rank), "nccl"
+        if local_rank >= there and sharing is None:
+            share = "or --share-gpu, a rehearsal"
+            raise UserError(f"ranks per node: expected at most {there} (the GPUs here) {share}, got {local_world_size}")
+        device, backend = torch.device("cuda", local_rank % there), "nccl"
         torch.cuda.set_device(device)
         for name, value in _NCCL_LEAVES_IT.items():
             os.environ.setdefault(name, value)
@@ -164,8 +175,13 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
         # One core per rank; with fewer cores than ranks they share.
         cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
         torch.set_num_threads(int(os.environ.get(_THREADS, cores)))
+    if sharing == NCCL:
+        let_nccl_share()
+    elif sharing == STAGED:
+        staged.register()
+        backend = STAGED
     # Without a device_id NCCL builds a communicator when a group is first used: most groups never are.
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **alone)
     side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group, sharing)

@@ -27,6 +27,7 @@ import pynvml
 
 from moe_ep_bench.errors import CASES_FAILED, LOST, OK, UserError, brief
 from moe_ep_bench.machine.provenance import query_gpus
+from moe_ep_bench.runtime.sharing import MOST_PER_GPU, Sharing, check_sharing
 
 # Of ranks: the folder in which they leave their status, and find a request to close.
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
@@ -102,14 +103,22 @@ def local_ranks(wanted: int | None) -> int:
     return wanted or num_gpus() or min(max(len(os.sched_getaffinity(0)), 2), 4)
 
 
-def check_num_ranks(nproc: int) -> None:
+def check_num_ranks(nproc: int, sharing: Sharing | None = None) -> None:
     """Refuse more ranks on this node than it can carry: one per GPU, or two per core (4 on fewer cores).
 
+    Args:
+        sharing: by what ranks share a GPU, which then carries several.
+
     Raises:
-        UserError: there are more; or as ``device_type``.
+        UserError: there are more; or as ``device_type`` and ``check_sharing``.
     """
-    if device_type() == "cuda":
+    device = device_type()
+    if sharing is not None:
+        check_sharing(sharing, device)
+    if device == "cuda":
         most, of = num_gpus(), "the GPUs here"
+        if sharing is not None:
+            most, of = most * MOST_PER_GPU, f"{MOST_PER_GPU} on each GPU here"
     else:
         cores = len(os.sched_getaffinity(0))
         most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from moe_ep_bench.bench.checks import refuse
@@ -22,6 +23,7 @@ from moe_ep_bench.config import MEASURED
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming
 from moe_ep_bench.files import make_folder, writing_to
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
+from moe_ep_bench.runtime.sharing import Sharing
 
 # What real ranks do, whatever the config would have emulated ones do; links are the config's.
 _PLAIN = {"device": MEASURED, "bandwidth_scale": 1, "replication": [], "rebalance": []}
@@ -35,9 +37,11 @@ def validate(
     *,
     force: bool = False,
     margin: float,
+    sharing: Sharing | None = None,
 ) -> int:
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
+    Where real ranks share GPUs (``sharing``), both runs are rehearsed and nothing is compared.
     ``margin`` is by how much speedups may differ and be equivalent; ``analysis.equivalence`` reads it.
 
     That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
@@ -50,7 +54,8 @@ def validate(
         raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
     plain = [f"emulate.{key}={json.dumps(value)}" for key, value in _PLAIN.items()]
     as_real = [*overrides, f"layer.ep_size={num_ranks}", "measure.launches=1", *plain]
-    real, emulated = plan(config, overrides, RANKS, num_ranks), plan(config, as_real, VIRTUAL)
+    real = plan(config, overrides, RANKS, num_ranks, sharing=sharing)
+    emulated = plan(config, as_real, VIRTUAL)
     every = f"{num_ranks}, which are all ranks, or null"
     with naming(str(config)):
         for comparison in real:
@@ -63,7 +68,10 @@ def validate(
     with writing_to(out, "--out"):
         for report in (files.pairs, files.text, files.table):
             report.unlink(missing_ok=True)  # of runs that may be about to change
-    runs = {"real": (_run, files.real, overrides), "emulated": (_emulate, files.emulated, as_real)}
+    runs = {
+        "real": (partial(_run, sharing=sharing), files.real, overrides),
+        "emulated": (_emulate, files.emulated, as_real),
+    }
     worst = OK
     for what, (take, directory, how) in runs.items():
         step = f"the {what} run on {num_ranks} ranks ({directory})"
@@ -74,14 +82,20 @@ def validate(
             print(f"moe-ep-bench: validate: {failed}", file=sys.stderr)
             return status
         worst = max(worst, status)
+    if sharing is not None:
+        why = "real ranks shared a device, so nothing was compared"
+        print(f"moe-ep-bench: validate: rehearsal: both runs ended ({files.real}, {files.emulated}); {why}")
+        return worst
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     assert emulated[0].links is not None
     files.write_pairs(pairs, links_facts(emulated[0]), margin)
     return worst
 
 
-def _run(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, force: bool) -> int:
-    return launch(config, out, overrides, num_ranks, force=force).status
+def _run(
+    config: Path, out: Path, overrides: Sequence[str], num_ranks: int, force: bool, *, sharing: Sharing | None
+) -> int:
+    return launch(config, out, overrides, num_ranks, force=force, sharing=sharing).status
 
 
 def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, force: bool) -> int:

@@ -137,15 +137,14 @@ def _run(options: Namespace) -> int:
         return _list_points(options)
     if options.launch is not None and not _is_rank():
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
-    if options.staged and not options.share_gpu:
-        raise UserError("--staged: goes with --share-gpu, got none")
+    sharing = _sharing(options)
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if _is_rank() else local_ranks(options.nproc) * num_nodes()
         return _dry_run(options, "ranks", num_ranks)
     from moe_ep_bench.bench import commands
 
     what = (options.config, _out(options), options.overrides)
-    how = {"force": options.force, "point": options.point, "sharing": _sharing(options)}
+    how = {"force": options.force, "point": options.point, "sharing": sharing}
     if _is_rank():
         status = commands.run(*what, launch=options.launch or 0, **how)
         reports = os.environ["RANK"] == "0" and not is_launched()
@@ -155,7 +154,9 @@ def _run(options: Namespace) -> int:
 
 
 def _sharing(options: Namespace) -> Sharing | None:
-    """By what ranks are to share GPUs."""
+    """By what ranks are to share GPUs; None = each has its own."""
+    if options.staged and not options.share_gpu:
+        raise UserError("--staged: goes with --share-gpu, got none")
     return (STAGED if options.staged else NCCL) if options.share_gpu else None
 
 
@@ -195,9 +196,9 @@ def _validate(options: Namespace) -> int:
     from moe_ep_bench.bench.paired_run import validate
 
     out = _out(options, "-validated")
-    how = {"force": options.force, "margin": options.margin}
+    how = {"force": options.force, "margin": options.margin, "sharing": (sharing := _sharing(options))}
     status = validate(options.config, out, options.overrides, local_ranks(options.nproc), **how)
-    return shown(status, lambda: write_validation(out))
+    return status if sharing else shown(status, lambda: write_validation(out))
 
 
 def _papers(options: Namespace) -> int:
@@ -273,7 +274,7 @@ def _advise(options: Namespace) -> int:
 
 def _calibrate(options: Namespace) -> int:
     out = options.out or Path("results", "calibration", "links.yaml")
-    how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
+    how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions, "sharing": _sharing(options)}
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
 
     return calibrate(out, **how) if _is_rank() else launch_calibrate(out, local_ranks(options.nproc), **how)

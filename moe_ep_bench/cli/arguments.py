@@ -32,6 +32,10 @@ _SHARED = {
 """,
     "set": "  --set KEY=VALUE*  replace a value of the config, e.g. workload.peak_load=4; may be repeated\n",
     "nproc": "  --nproc N  ranks on this node (default: all GPUs, else one per core, 2 to 4)\n",
+    "sharing": """\
+  --share-gpu  rehearse: start --nproc ranks on fewer GPUs; nothing is timed
+  --staged  with --share-gpu: pass collectives through the host, where NCCL is older than 2.30 or ranks are on the CPU
+""",
     "cpu": "  --cpu  measure on the CPU, even if there are GPUs\n",
     "trace": "  file FILE  a moe-trace-v1 file\n",
 }
@@ -44,8 +48,7 @@ run  start real ranks and time an expert-parallel layer or model on them
   --point I  run one point of --list-points, from 0; other jobs may run the others
   --launch I  under torchrun: which of measure.launches, from 0
   @nproc
-  --share-gpu  rehearse: start --nproc ranks on fewer GPUs; nothing is timed
-  --staged  with --share-gpu: pass collectives through the host, where NCCL is older than 2.30 or ranks are on the CPU
+  @sharing
   @cpu
 emulate  time one rank after the other on this device; model the links, or all
   @config
@@ -75,6 +78,7 @@ validate  compare emulated ranks with real ones on this machine
   @config
   --margin SHARE = 3%  largest difference of equivalent speedups
   @nproc
+  @sharing
   @cpu
 papers  emulate or run a config and compare papers' numbers with ours; without a config, print them
   config CONFIG?  a YAML file (configs/papers/)
@@ -93,6 +97,7 @@ calibrate  measure this machine's all-to-all
   --max-bytes N  largest message (default: 2^30; CPU: 2^26)
   --repetitions N = 20  repetitions of each message
   @nproc
+  @sharing
   @cpu
 trace  inspect, record or import routing recordings
 trace info  print what a recording holds

@@ -28,7 +28,8 @@ from moe_ep_bench.facts.words import describe_links
 from moe_ep_bench.files import atomic_path, dump_yaml, make_folder, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
-from moe_ep_bench.runtime.torchrun import check_num_ranks, torchrun
+from moe_ep_bench.runtime.sharing import SHARE_FLAG, Sharing, shared_gpus
+from moe_ep_bench.runtime.torchrun import check_num_ranks, num_gpus, torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
@@ -40,35 +41,44 @@ _WARM_UP = 3
 _PASSES = 4
 
 
-def launch_calibrate(out: Path, nproc: int, *, max_bytes: int | None = None, repetitions: int = 20) -> int:
+def launch_calibrate(
+    out: Path, nproc: int, *, max_bytes: int | None = None, repetitions: int = 20, sharing: Sharing | None = None
+) -> int:
     """Have torchrun calibrate on so many ranks of this node; return the exit status.
 
     Raises:
         UserError: this node cannot carry these ranks.
     """
-    check_num_ranks(nproc)
+    check_num_ranks(nproc, sharing)
     arguments = ["calibrate", "--out", str(out.absolute()), "--repetitions", str(repetitions)]
     arguments += [f"--max-bytes={max_bytes}"] if max_bytes is not None else []
-    return torchrun([arguments], nproc).status
+    arguments += SHARE_FLAG[sharing] if sharing else []
+    with shared_gpus(sharing, -(-nproc // (num_gpus() or nproc))):
+        return torchrun([arguments], nproc).status
 
 
-def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20) -> int:
+def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20, sharing: Sharing | None = None) -> int:
     """Measure the all-to-all of the ranks that torchrun started; return the exit status.
 
     Args:
         out: the links file to write, which ends in .yaml.
         max_bytes: the largest message (default: 1 GB on GPUs, 64 MB on the CPU).
         repetitions: timed runs of every message.
+        sharing: by what ranks share GPUs: all is done and nothing is written.
     """
 
     def work() -> int:
-        ranks = join(_JOIN_TIMEOUT_S)
+        ranks = join(_JOIN_TIMEOUT_S, sharing=sharing)
         try:
             most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
             ranks.agree(lambda: check(ranks, out, most_bytes, repetitions))
             share_N = share_bytes(ranks.world_size, most_bytes)
             times_us_N = measure(ranks, share_N, repetitions)
-            ranks.agree(lambda: _write(ranks, out, link_of(ranks.world_size, share_N, times_us_N)), on_first=True)
+            if sharing is None:
+                ranks.agree(lambda: _write(ranks, out, link_of(ranks.world_size, share_N, times_us_N)), on_first=True)
+            elif ranks.is_first:
+                sizes = f"{len(share_N)} sizes of messages, up to {most_bytes / 2**20:g} MiB"
+                print(f"moe-ep-bench: rehearsal: {sizes}, went through; ranks shared a device, so no file is written")
             return OK
         finally:
             ranks.close()

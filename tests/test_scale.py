@@ -47,3 +47,19 @@ def test_emulated_ranks_take_time_by_the_token_and_memory_by_the_rank(tmp_path: 
     assert (many[0] - some[0]) / 384 < 2 * (some[0] - few[0]) / 120
     batch_bytes = 4 * 384 * TOKENS_PER_RANK * NUM_EXPERTS  # the added ranks' scores alone
     assert many[1] - some[1] < batch_bytes
+
+
+@pytest.mark.scale
+def test_sixteen_ranks_start_end_and_leave_a_log_that_can_be_read(tmp_path: Path) -> None:
+    """What only many ranks show: their meeting, file locks, parts of all ranks, and one voice for what all say."""
+    program = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
+    command = [sys.executable, program, "--ranks", "4", "16", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    _, few, many = (line.split() for line in done.stdout.splitlines())
+    names = ("seconds", "of_rank", "gib", "kib", "lines")
+    few, many = ({name: float(value) for name, value in zip(names, row[1:], strict=True)} for row in (few, many))
+    assert many["of_rank"] < 2 * few["of_rank"]
+    assert many["gib"] < 1.5 * few["gib"]
+    assert many["kib"] < 4 * few["kib"]
+    assert many["lines"] <= few["lines"] + 3, "one rank speaks for all"

@@ -28,7 +28,7 @@ SHARE_FLAG = {NCCL: ["--share-gpu"], STAGED: ["--share-gpu", "--staged"]}
 """How a command asks for it."""
 
 MOST_PER_GPU = 16
-"""Ranks on a GPU; MPS carries 48 processes, and each rank needs a context."""
+"""Ranks on a GPU, or on a core that stands for one; MPS carries 48 processes, and each rank needs a context."""
 
 CONTEXT_BYTES = 600 * 2**20
 """Assumed, of a CUDA context with NCCL's buffers beside what a rank holds."""
@@ -38,6 +38,7 @@ _NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _LEAST_NCCL = (2, 30)
 _MPS, _PIPES = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_TIMEOUT_S = 15
+_WANTS_MPS = "MOE_EP_BENCH_MPS"
 
 
 # ---- whether it can be -----------------------------------------------------------------------------------------------
@@ -121,6 +122,8 @@ def let_nccl_share() -> None:
 def shared_gpus(sharing: Sharing | None, ranks_per_gpu: int) -> Iterator[None]:
     """Have ranks that are started in the block find what they need to share GPUs: variables, and MPS.
 
+    ``MOE_EP_BENCH_MPS=0`` starts no daemon: of several jobs on one GPU none has it for itself.
+
     Args:
         sharing: None = they do not share, and nothing is done.
     """
@@ -128,7 +131,8 @@ def shared_gpus(sharing: Sharing | None, ranks_per_gpu: int) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as held:
-        found = held.enter_context(_mps()) if shutil.which(_MPS) else {}
+        wants_mps = os.environ.get(_WANTS_MPS, "1") != "0" and shutil.which(_MPS) is not None
+        found = held.enter_context(_mps()) if wants_mps else {}
         if found or _daemon_is_there():
             found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(max(100 // ranks_per_gpu, 1))
         if sharing == NCCL:

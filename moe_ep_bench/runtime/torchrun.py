@@ -107,7 +107,7 @@ def check_num_ranks(nproc: int, sharing: Sharing | None = None) -> None:
     """Refuse more ranks on this node than it can carry: one per GPU, or two per core (4 on fewer cores).
 
     Args:
-        sharing: by what ranks share a GPU, which then carries several.
+        sharing: by what ranks share a GPU, which then carries several, as a core does.
 
     Raises:
         UserError: there are more; or as ``device_type`` and ``check_sharing``.
@@ -122,6 +122,8 @@ def check_num_ranks(nproc: int, sharing: Sharing | None = None) -> None:
     else:
         cores = len(os.sched_getaffinity(0))
         most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"
+        if sharing is not None:
+            most = MOST_PER_GPU * cores
     if nproc > most:
         raise UserError(f"--nproc: expected at most {most} ({of}), got {nproc}")
 

@@ -19,7 +19,7 @@ messages=()
 if [ -n "$rehearse" ]; then
   ranks=2
   small=(--set model.scale=0.03125 --set workload.tokens_per_rank=256 --set workload.num_batches=1
-    --set measure.iterations=1 --set measure.warmup=1)
+    --set measure.iterations=1 --set measure.breakdown_iterations=1 --set measure.warmup=1)
   messages=(--max-bytes 1048576 --repetitions 4)
 fi
 two='policies=[{name: topk}, {name: token_drop, capacity_factor: 1.0}]'

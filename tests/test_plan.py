@@ -199,7 +199,9 @@ def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path, mon
     text = plan_text(planned)
     config.unlink()
     monkeypatch.setattr(commands, "launched_plan", lambda: text)
-    alone: Any = SimpleNamespace(world_size=NUM_RANKS, agree=lambda act: act(), all_gather=lambda facts: [facts])
+    alone: Any = SimpleNamespace(
+        world_size=NUM_RANKS, sharing=None, agree=lambda act: act(), all_gather=lambda facts: [facts]
+    )
     alone.report_error = bool
     found = commands._agreed_plan(alone, config, [], 0, None)
     assert [one.definition for one in found] == [one.definition for one in planned]

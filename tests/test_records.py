@@ -231,7 +231,9 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
 
 def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_tried_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    comparison = SimpleNamespace(comparison_id="x", cases=[SimpleNamespace(case_id=case) for case in "ab"])
+    comparison = SimpleNamespace(
+        comparison_id="x", table="samples", cases=[SimpleNamespace(case_id=case) for case in "ab"]
+    )
 
     def left(launch: int, *, force: bool = False) -> tuple[list[str], list[str]]:
         (found,) = pending_cases(directory, [comparison], launch, force=force)

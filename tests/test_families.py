@@ -33,6 +33,8 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
 }
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 # Megatron-Core scores a group by as many of its experts as a token has in each: two in DeepSeek-V3, one in V2.

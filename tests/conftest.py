@@ -62,7 +62,17 @@ WARM = (
 )
 
 # Files whose tests look at no figure's pixels (tests/undrawn.py).
-UNDRAWN = ("benchmarks", "conditions", "quality", "quality_tasks", "route")
+UNDRAWN = (
+    "benchmarks",
+    "conditions",
+    "exchanges",
+    "own_policies",
+    "physics",
+    "quality",
+    "quality_tasks",
+    "route",
+    "tables",
+)
 
 
 @pytest.fixture(scope="session")

@@ -187,20 +187,10 @@ def test_advise_models_all_where_the_package_is_not_installed(monkeypatch: pytes
 def test_deepseek_v3_on_four_nodes_of_h200_is_answered_from_tables(tmp_path: Path, capsys: Any) -> None:
     """FP8, as its config.json says, behind DeepEP: the first lines, and the facts that they are made of."""
     out = tmp_path / "out"
-    asked = [
-        "--model",
-        "deepseek-v3",
-        "--ep",
-        "32",
-        "--tokens",
-        "2048",
-        "--peak-load",
-        "4",
-        "--set",
-        "emulate.overlap=none",
-    ]
-    command = ["advise", *asked, "--set", "emulate.device=table:h200_sxm", "--set", "sweep.workload.seed=[1]"]
-    assert main([*command, "--out", str(out)]) == OK
+    asked = ["--model", "deepseek-v3", "--ep", "32", "--tokens", "2048", "--peak-load", "4", "--out", str(out)]
+    changes = ["emulate.overlap=none", "emulate.device=table:h200_sxm", "sweep.workload.seed=[1]"]
+    changes.append("workload.num_batches=2")
+    assert main(["advise", *asked, *(f"--set={change}" for change in changes)]) == OK
     said = capsys.readouterr().out.splitlines()
     line = next(line for line in said if line.startswith("For "))
     assert "Modelled, partly measured elsewhere: fp8_block, sglang/0.5.6.post2/deepep_normal, one copy per" in line

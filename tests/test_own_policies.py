@@ -17,7 +17,6 @@ import yaml
 from results_builder import label_in
 
 from moe_ep_bench import cli
-from moe_ep_bench.analysis import style
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.facts import CaseFacts
 from moe_ep_bench.policies import policy_class, source_hash
@@ -38,8 +37,7 @@ CONFIG = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The example beside a config; figures as SVG alone."""
-    monkeypatch.setattr(style, "DEFAULT_FORMATS", ("svg",))
+    """The example beside a config."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     write_policy(tmp_path, EXAMPLE)

@@ -41,6 +41,49 @@ def written(folder: Path, content: Any = COUNTS) -> Path:
     return path
 
 
+def as_npz(folder: Path, **arrays: Any) -> Path:
+    np.savez(folder / "counts.npz", **arrays)
+    return folder / "counts.npz"
+
+
+def as_csv(folder: Path, text: str) -> Path:
+    (folder / "counts.csv").write_text(text)
+    return folder / "counts.csv"
+
+
+LONG = "layer,expert,count\n" + "".join(
+    f"{layer}, {expert}, {count}\n" for layer, row in enumerate(COUNTS) for expert, count in enumerate(row) if count
+)
+WIDE = "layer,e0,e1,e2,e3\n" + "".join(f"{layer},{','.join(map(str, row))}\n" for layer, row in enumerate(COUNTS))
+FILES = {
+    "npz": lambda folder: as_npz(folder, logical_count=COUNTS, beside=[1]),
+    "npz of one array": lambda folder: as_npz(folder, anything=COUNTS),
+    "csv of counts": lambda folder: as_csv(folder, LONG),
+    "csv of rows": lambda folder: as_csv(folder, WIDE),
+    "csv without layers": lambda folder: as_csv(folder, WIDE.replace("layer,", "", 1).replace("\n0,", "\n")
+        .replace("\n1,", "\n").replace("\n2,", "\n")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_files_of_other_programs_give_the_same(form: str, tmp_path: Path) -> None:
+    assert np.array_equal(read_counts(FILES[form](tmp_path)), COUNTS[1:])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda folder: as_npz(folder, a=[1], b=[2]), "expected an array logical_count, or one alone; got a, b"),
+        (lambda folder: as_npz(folder, a=np.array([{}], dtype=object)), "no npz of numbers: Object arrays cannot be"),
+        (lambda folder: as_csv(folder, ""), "no CSV with a header"),
+        (lambda folder: as_csv(folder, "a,b\n1,x\n"), "expected logical_count, a number from 0 by layer and expert"),
+    ],
+)
+def test_a_file_that_holds_no_counts_is_one_line_and_nothing_in_it_is_run(make: Any, expected: str, tmp_path) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_counts(make(tmp_path))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, FORMS[form])

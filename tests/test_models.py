@@ -385,7 +385,10 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
     [
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
         (changed("olmoe-1b-7b", model_type="new"), "model_type 'new': no family that is known here; the way on"),
-        ({"model_type": "llama", "hidden_size": 64}, "model_type 'llama': no family that is known here; the way on"),
+        (
+            {"model_type": "llama", "hidden_size": 64},
+            "model_type 'llama': dense: it has no experts",
+        ),
         (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number from 1, got '2048'"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),

@@ -35,8 +35,11 @@ from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
 # Flags that are keys of the config, and all that ask of a model; with a config ``--set`` changes a key.
-_TRAFFIC = ("trace", "peak_load", "batch_peak_load")
-_KEYS = {"ep": "layer.ep_size", **{name: f"workload.{name}" for name in _TRAFFIC}}
+_TRAFFIC = {"trace": "workload.trace", "counts": "workload.skew_from"} | {
+    name: f"workload.{name}" for name in ("peak_load", "batch_peak_load")
+}
+_DEPLOYED = {"device": "emulate.device", "links": "emulate.links", "dtype": "layer.dtype"}
+_KEYS = {"ep": "layer.ep_size", **_TRAFFIC, **_DEPLOYED}
 _FLAGS = ("model", "tokens", "decode_tokens", *_KEYS)
 # What ``advise`` decides by itself, whatever a config says.
 _OWN = ("policies", "claims", "measure", "figures", "layer.cuda_graph", "emulate.replication", "emulate.rebalance")
@@ -141,7 +144,7 @@ def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question
     workloads = [experiment.workload for experiment in asked]
     if not any(map(_is_skewed, workloads)):
         if options.config is None:
-            raise UserError("--trace, --peak-load: expected one, which says how busy experts are; got none")
+            raise UserError("--trace, --counts, --peak-load: expected one, which says how busy experts are; got none")
         assumed.append(Assumption(kind="no_skew"))
     counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
     assumed += [
@@ -227,14 +230,16 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     traffic: dict[str, Any] = {
         "sequence_length": 1 if decode else min(PROMPT_LENGTH, max(1, tokens // max(1, options.ep)))
     }
+    if options.counts is not None:
+        traffic["layer"] = "all"
     assumed: list[Assumption] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, decode)
         decode = traffic["arrangement"] == "decode"
-    named = options.model in ModelSpec.names()
+    preset = ModelSpec.preset_of(options.model)
     raw = {
         "name": "advise",
-        "model": {"preset": options.model} if named else {"hf_config": str(Path(options.model).absolute())},
+        "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"kind": "synthetic", "num_tokens": tokens, "seed": 1, **traffic},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
     }
@@ -247,7 +252,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
 
 def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption]]:
     """The workload of a recording in all its layers, and what is assumed."""
-    with naming("--trace", " (counts of experts go as --set workload.skew_from=FILE --set workload.layer=all)"):
+    with naming("--trace", " (counts of experts go as --counts FILE)"):
         trace = open_trace(path)
     is_of_decode = trace.metadata["phase"] == "decode"
     found = {

@@ -59,7 +59,7 @@ route  route without timing: loads, drops, activated experts
   --dry-run  print cases; route nothing
 advise  find the fastest policy within bounds on what it drops
   config CONFIG?  a YAML file, or a results directory; or give --model
-  --model MODEL  a model of data/models/, or a Hugging Face config.json
+  --model MODEL  a model of data/models/, also by its Hugging Face id, or a config.json
   --ep N  expert-parallel ranks
   --tokens N  tokens of a batch, all ranks together
   --decode-tokens N  for decode, instead of --tokens: requests of a step, all ranks together
@@ -69,8 +69,13 @@ advise  find the fastest policy within bounds on what it drops
   --dry-run  print candidates, traffic and the config; run nothing
   [traffic (one of these, or --set)]
   --trace FILE  a moe-trace-v1 recording
+  --counts FILE  counts of experts: JSON (SGLang's dump), CSV or npz
   --peak-load X  load of the busiest expert over the mean, in the long run
   --batch-peak-load X  the same of each batch, chance included
+  [deployment (default: an H100's measured tables where they have the layer; the checkpoint's dtype)]
+  --device DEVICE  a device of data/devices/, a file, or table:SYSTEM
+  --links LINKS  links of data/links/, a file (calibrate), or table:SYSTEM
+  --dtype DTYPE  of the layer, such as bfloat16 or fp8_block
   [bounds (default: 10% dropped and 5% lost mass; if you give one, the other does not apply)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%
   --max-lost-mass SHARE  most score mass of the top-k lost, e.g. 1%

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.config.conditions import parsed
@@ -69,6 +69,12 @@ class ModelConfig(Strict):
     tensor_parallel: int = Field(1, ge=1, le=MOST)
     """Ranks that share every expert; one shard runs, without all-reduce. So Megatron-LM 1877, a rank without
     tokens, is tested without it."""
+
+    @field_validator("preset")
+    @classmethod
+    def _of_id(cls, preset: str | None) -> str | None:
+        """A model's Hugging Face id stands for its preset."""
+        return preset and (ModelSpec.preset_of(preset) or preset)
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:

@@ -30,12 +30,12 @@ __all__ = [
 
 
 def load_model(name_or_path: str) -> ModelSpec:
-    """Load a preset, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
+    """Load a preset by its name or Hugging Face id, or a config.json by path: a file that ends in .json, or its folder.
 
     Raises:
         ValueError: see ``ModelSpec.named`` and ``load_hf_model``.
     """
-    path = Path(name_or_path)
-    if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
+    path, preset = Path(name_or_path), ModelSpec.preset_of(name_or_path)
+    if preset is None and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
-    return ModelSpec.named(name_or_path, "a path of a config.json or ")
+    return ModelSpec.named(preset or name_or_path, "a path of a config.json or ")

@@ -115,6 +115,8 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     name = values.get("model_type")
     name = name.removesuffix("_text") if isinstance(name, str) else name
     if not isinstance(name, str) or name not in families():
+        if isinstance(name, str) and not any("expert" in key or "moe" in key for key in (name, *values)):
+            raise UserError(f"{where}: model_type {brief(name)}: dense: it has no experts, so nothing is routed")
         raise UserError(f"{where}: model_type {brief(name)}: no family that is known here")
     if name == "deepseek" and values.get("kv_lora_rank") is not None:
         name = "deepseek_v2"  # which was first published under this model_type

@@ -131,6 +131,17 @@ class ModelSpec(Preset):
 
     FOLDER = "models"
 
+    @classmethod
+    def preset_of(cls, name: str) -> str | None:
+        """The preset of this name, or of this Hugging Face id, with which its source begins; None where there is none.
+
+        Case does not count: ``Qwen/Qwen3-235B-A22B`` is ``qwen3-235b-a22b``.
+        """
+        if name in cls.names():
+            return name
+        ids = {cls.named(preset).source.split()[0].casefold(): preset for preset in cls.names()} if "/" in name else {}
+        return ids.get(name.casefold())
+
     name: str
     source: str
     num_layers: Number

@@ -24,6 +24,7 @@ Shapes: L = layers, E = experts.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -201,8 +202,41 @@ def _all_counts(path: Path) -> NDArray[np.float64]:
         raise UserError(f"{path}: no such file")
     if path.suffix == ".pt":
         raise UserError(f"{path}: a pickle, which is not read; convert it where it was made: {CONVERT}")
+    if path.suffix == ".npz":
+        return _counts(_array_of(path), path)
+    if path.suffix == ".csv":
+        return _counts(_table_of(path), path)
     content = read_json(path)
     return _counts(content.get(COUNT) if isinstance(content, dict) else content, path)
+
+
+def _array_of(path: Path) -> NDArray[Any]:
+    """The array of an npz: ``COUNT``, or the only one. Nothing in it is run."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            name = COUNT if COUNT in arrays.files else arrays.files[0] if len(arrays.files) == 1 else None
+            if name is None:
+                raise UserError(f"{path}: expected an array {COUNT}, or one alone; got {', '.join(arrays.files)}")
+            return arrays[name]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+        if isinstance(problem, UserError):
+            raise
+        raise UserError(f"{path}: no npz of numbers: {brief(problem, 100, quoted=False)}") from None
+
+
+def _table_of(path: Path) -> NDArray[np.float64]:
+    """Counts of a CSV with a header: ``layer, expert, count``, or a row of each layer and a column of each expert."""
+    import pandas as pd
+
+    try:
+        rows = pd.read_csv(path, skipinitialspace=True)
+    except ValueError as problem:
+        raise UserError(f"{path}: no CSV with a header: {brief(problem, 100, quoted=False)}") from None
+    if {"layer", "expert", "count"} <= set(rows):
+        rows = rows.pivot_table(index="layer", columns="expert", values="count", aggfunc="sum", fill_value=0)
+        whole = [range(int(labels.max()) + 1) for labels in (rows.index, rows.columns)]
+        return rows.reindex(index=whole[0], columns=whole[1], fill_value=0).to_numpy()
+    return rows.drop(columns="layer", errors="ignore").to_numpy()
 
 
 def _counts(value: Any, path: Path) -> NDArray[np.float64]:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from refusals import refusal
 from test_config import HF
+from torch import Tensor
 
 from moe_ep_bench import cli
 from moe_ep_bench.config import label_of
@@ -24,7 +26,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import USER_ERROR, UserError
 from moe_ep_bench.files import dump_yaml, parse_yaml
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import RoutingContext, make_policy
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RUN = CONFIGS.parent / "results" / "reference" / "quickstart-2cpu"
@@ -350,9 +352,46 @@ OF_MODELS: list[tuple[dict[str, Any], tuple[int, int], str]] = [
         for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}})
     ),
 ]
+UNIFORM = torch.full([6, 8], 0.125)
+NEGATIVE = UNIFORM.clone()
+NEGATIVE[-1, -1] = -1e-30
+HALF_MASK = torch.ones(5, dtype=torch.bool)
+# The key that the error names first: the scores and the context's arguments.
+WRONG_TENSORS: list[tuple[str, Tensor, dict[str, Any]]] = [
+    ("scores_TE", NEGATIVE, {}),
+    ("scores_TE", UNIFORM[0], {}),
+    ("top_k", UNIFORM, {"top_k": 9}),
+    ("num_ranks", UNIFORM, {"num_ranks": 3}),
+    ("bias_E", UNIFORM, {"bias_E": torch.zeros(7)}),
+    ("load_E", UNIFORM, {"load_E": torch.zeros(9)}),
+    ("token_mask_T", UNIFORM, {"token_mask_T": HALF_MASK}),
+    ("token_mask_T", UNIFORM, {"token_mask_T": torch.ones(6)}),
+    ("modality_T", UNIFORM, {"modality_T": torch.zeros(5)}),
+    ("request_id_T", UNIFORM, {"request_id_T": torch.zeros(7)}),
+]
+# What a policy needs is asked for, where there are no tokens too.
+NEEDS: list[tuple[str, dict[str, Any]]] = [
+    ("generator", {**DROP, "metric": "random"}),
+    ("modality_T", {**EXPANDED, "modality": "image_first"}),
+    ("generator", {**OF_LASER, "trim": "random"}),
+    ("c", {**OF_LASER, "c": 1}),
+    ("c", {**OF_LASER, "c": {"0": 9}}),
+    ("request_id_T", {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1}),
+]
+
+
+def routed(spec: dict[str, Any], scores_TE: Tensor, **arguments: Any) -> Callable[[], object]:
+    return lambda: make_policy(spec).route(scores_TE, RoutingContext(**{"top_k": 2, **arguments}))
+
+
 CALLS: list[tuple[Callable[[], object], str]] = [
     *((partial(make_policy, spec), f"{key}: [^\n]*{re.escape(got)}[^\n]*") for spec, key, got in SPECS),
     *((partial(make_policy(spec).check_model, *sizes), re.escape(words)) for spec, sizes, words in OF_MODELS),
+    *(
+        (routed({"name": "topk"}, scores_TE, **arguments), f"{key}: [^\n]*")
+        for key, scores_TE, arguments in WRONG_TENSORS
+    ),
+    *((routed(spec, UNIFORM[:num_tokens]), f"{key}: [^\n]*") for key, spec in NEEDS for num_tokens in (0, 6)),
 ]
 
 

@@ -70,11 +70,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1TopkRouter", {**FLAT, "n_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1}),
     "exaone_moe": ("ExaoneMoeTopkRouter", {**QWEN, "routed_scaling_factor": 2.5}),
     "flex_olmo": ("FlexOlmoTopKRouter", {**QWEN, "norm_topk_prob": True}),
+    "gemma4_text": ("Gemma4TextRouter", {"num_experts": 16, "top_k_experts": 3, "enable_moe_block": True}),
     "glm4_moe": ("Glm4MoeTopkRouter", FLAT),
     "glm4_moe_lite": ("Glm4MoeLiteTopkRouter", {**FLAT, **LATENT}),
     "glm4v_moe_text": ("Glm4vMoeTextTopkRouter", FLAT),
     "glm5_next_text": ("Glm5NextTextTopkRouter", {**FLAT, **LATENT, "qk_rope_head_dim": 0, "num_key_value_heads": 4}),
     "glm_moe_dsa": ("GlmMoeDsaTopkRouter", {**FLAT, **LATENT}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"num_experts": 16, "moe_topk": 3, "head_dim": 8}),
     "hy_v4": ("HYV4TopkRouter", {**FLAT, **LATENT}),
     "kimi_linear": ("KimiLinearTopkRouter", LINEAR),
     "mellum": ("MellumTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
@@ -96,6 +98,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_omni_moe_text": ("Qwen3OmniMoeThinkerTextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_vl_moe_text": ("Qwen3VLMoeTextTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "step3p5": (
+        "Step3p7TopKRouter",
+        {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_router_scaling_factor": 3.0, "moe_layers_enum": "1,3"},
+    ),
     "qwen4_exp_text": ("Qwen4ExpTextTopKRouter", {**QWEN, "layer_types": ["linear_attention"] * 4}),
     "solar_open": ("SolarOpenTopkRouter", {**FLAT, "n_shared_experts": 1}),
 }
@@ -126,11 +132,13 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
         if has_bias:
             router.e_score_correction_bias.copy_(torch.rand(spec.num_experts, generator=generator) / 4)
         tokens_TD = torch.randn(40, spec.hidden_size, generator=generator)
-        _, weights_TK, experts_TK = router(tokens_TD)
-        logits_TE = tokens_TD @ weight_ED.T
+        first_TE, weights_TK, experts_TK = router(tokens_TD)
+        # Gemma's router begins with a norm, and returns scores first.
+        logits_TE = first_TE.log() if family == "gemma4_text" else tokens_TD @ weight_ED.T
     theirs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK.float())
     if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.
-        theirs_TE *= getattr(config, "routed_scaling_factor", 1.0)
+        keys = "moe_router_scaling_factor", "routed_scaling_factor"
+        theirs_TE *= next((getattr(config, key) for key in keys if hasattr(config, key)), 1.0)
     assert spec.selection_bias == has_bias
     if kinds := getattr(config, "mlp_layer_types", None) or getattr(config, "layers_block_type", None):
         assert list(spec.moe_layers) == [layer for layer, kind in enumerate(kinds) if kind in ("sparse", "moe")]
@@ -195,6 +203,6 @@ def test_every_class_of_transformers_with_experts_is_understood_or_refused_with_
             understood.append(family)
         except ValueError as error:
             refused.append(str(error))
-    assert len(understood) >= 40
+    assert len(understood) >= 44
     way_on = re.compile("[^\n]*; the way on is a config[^\n]*")
     assert [told for told in refused if not way_on.fullmatch(told)] == []

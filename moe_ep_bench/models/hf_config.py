@@ -1,15 +1,17 @@
 """Read a model's shape from a Hugging Face config.json, without the transformers package.
 
 ``families.yaml`` says for each ``model_type`` by which keys its files state what a ``ModelSpec`` needs. One function
-reads them all. null stands for a key that is missing. A missing size is an error. What no spec can express is refused,
-not guessed; attention that none can express is None, and a whole model is refused then.
+reads them all; the few families that compute something have a short one that comes before it. null stands for a key
+that is missing. A missing size is an error. What no spec can express is refused, not guessed; attention that none can
+express is None, and a whole model is refused then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +34,7 @@ BY_HAND = (
 _COUNTS = ("dense_ffn_hidden_size", "first_dense", "num_shared", "num_hash_layers")
 _NO_SIZES = (
     *("routed_scale", "tied_embeddings", "normalize", "all_bias", "qkv_bias", "has_qk_norm"),
-    *("hidden_act", "topk_method", "dense_layers", "routed_layers", "layer_kinds"),
+    *("hidden_act", "topk_method", "dense_layers", "routed_layers", "layer_kinds", "swiglu_limits"),
 )
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Files of models that see, hear and read hold the language model's keys below one of these.
@@ -123,7 +125,9 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     family = families()[name]
     stated = {key: value for key, value in values.items() if value is not None or key in family.nulls}
     with naming(where):
-        fields = _spec_fields(family, _by_blocks(stated) if name == "nemotron_h" else stated)
+        fields = _spec_fields(family, stated | _PREPARE.get(name, dict)(stated))
+    if name == "deepseek_ref" and "routed_scaling_factor" not in stated:
+        fields["assumed"] = ("routed_scale",)
     named = {"name": _name(stated), "source": where if source is None else source}
     named["checkpoint_dtype"] = _checkpoint_dtype({**whole, **values})
     known = {key: value for key, value in fields.items() if key in ModelSpec.model_fields}
@@ -150,6 +154,7 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         got = "0" if dense_key in stated else "missing"
         raise UserError(f"{dense_key}: {got}; expected a whole number from 1")
     is_leading = layers == [*range(first, values.num_layers)]
+    activation = "swiglu" if values.hidden_act in ("silu", "swiglu") else "other_gated"
     # A group's score is the sum of so many of its best experts'.
     scored = {"group_limited_greedy": 1, "noaux_tc": 2}.get(values.topk_method) if values.num_groups > 1 else None
     return {
@@ -158,7 +163,7 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         "first_dense_layers": first if is_leading else 0,
         "listed_moe_layers": None if is_leading else tuple(layers),
         "shared_ffn_hidden_size": values.shared_ffn_hidden_size or values.num_shared * values.ffn_hidden_size,
-        "activation": "swiglu" if values.hidden_act in ("silu", "swiglu") else "other_gated",
+        "activation": "clamped_swiglu" if any(values.swiglu_limits or ()) else activation,
         "quantized": _quantized(stated),
         "num_hash_layers": min(values.num_hash_layers, values.num_layers),
         "attention": _attention(family.attention, values),
@@ -234,13 +239,59 @@ def _quantized(stated: Mapping[str, Any]) -> str:
     return "experts" if keeps_attention else "all_linear"
 
 
-def _by_blocks(stated: dict[str, Any]) -> dict[str, Any]:
+def _by_blocks(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Nemotron-H: every block is attention, Mamba, a dense FFN or a mixture of experts; blocks are what counts."""
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     blocks = next((stated[key] for key in keys if isinstance(stated.get(key), list | str)), [])
     routed = [layer for layer, kind in enumerate(blocks) if kind in ("moe", "E")]
     no_dense = {} if any(kind in ("mlp", "-") for kind in blocks) else {"intermediate_size": None}
-    return {**stated, "num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
+    return {"num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
+
+
+def _same_of_all(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Hunyuan: one number for all layers, where a file lists it for each."""
+    lists = {key: stated[key] for key in ("num_experts", "moe_topk") if isinstance(stated.get(key), list)}
+    return {key: values[0] for key, values in lists.items() if values and values.count(values[0]) == len(values)}
+
+
+def _split_layers(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Step-3.5: a list of layers in a text; layers beyond the model's are those of multi-token prediction."""
+    listed = stated.get("moe_layers_enum")
+    if not isinstance(listed, str):
+        return {}
+    if not re.fullmatch(r"[\d, ]*", listed):
+        raise UserError(f"moe_layers_enum: expected numbers of layers, got {brief(listed)}")
+    layers = [int(number) for number in listed.split(",") if number.strip()]
+    most = stated.get("num_hidden_layers")
+    return {"moe_layers_enum": [layer for layer in layers if not is_whole_number(most, 1) or layer < most]}
+
+
+def _check_experts(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 4: some have none."""
+    if stated.get("enable_moe_block") is not True or "num_experts" not in stated:
+        raise UserError("enable_moe_block: false, or missing, or without num_experts: this model has no experts")
+    return {}
+
+
+def _halve_width(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """OLMo's keys state the width of gate and up projection together, or its ratio to the hidden size."""
+    if (width := stated.get("mlp_hidden_size")) is None:
+        ratio, hidden = stated.get("mlp_ratio"), stated.get("d_model")
+        if not is_whole_number(ratio, 1):
+            raise UserError(f"mlp_ratio: {'missing; ' * (ratio is None)}expected a whole number from 1")
+        width = ratio * hidden if is_whole_number(hidden, 1) else 2
+    return {"mlp_hidden_size": width // 2 if is_whole_number(width, 1) else width}
+
+
+_PREPARE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma4": _check_experts,
+    "hunyuan_v1_moe": _same_of_all,
+    "molmo": _halve_width,
+    "nemotron_h": _by_blocks,
+    "step3p5": _split_layers,
+    "step3p7": _split_layers,
+}
+"""By family, keys that it computes of those that a file states."""
 
 
 def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:

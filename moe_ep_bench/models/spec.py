@@ -177,6 +177,8 @@ class ModelSpec(Preset):
     """The first so many MoE layers look a token's experts up by its id; scores only weigh them."""
     router_bias: bool = False
     """The router's linear layer has a bias: part of the logits, and so of the weights."""
+    router_scales: bool = False
+    """The router has a norm of its own, and a learned scale per expert multiplies the weights."""
     selection_bias: bool = False
     """A learned bias per expert is added to the scores for selecting, never to the weights."""
     num_groups: int | None = Field(None, ge=2)
@@ -199,6 +201,8 @@ class ModelSpec(Preset):
     """Hidden sizes as a share of the true ones."""
     tensor_parallel: Size = 1
     """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
+    assumed: tuple[str, ...] = ()
+    """Fields whose values neither the model's file nor its code says."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -258,6 +262,7 @@ class ModelSpec(Preset):
             f"The projections into the routed experts' width of {self.latent_size} and out of it are left"
             " out.": self.latent_size is not None,
             "The router's bias is left out.": self.router_bias,
+            "The router's norm and its learned scale of each expert are left out.": self.router_scales,
             "The weights scale what experts give, the model's scale what they take.": self.scales_inputs,
             "The shared experts' gate is left out.": self.shared_expert_gate,
             f"The first {self.num_hash_layers} MoE layers choose experts by token id; here all choose by"
@@ -265,6 +270,9 @@ class ModelSpec(Preset):
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
             f"A group's score sums its best {sums} experts, as Megatron-Core has it,"
             f" where the model's sums {self.group_score_experts}.": sums != self.group_score_experts,
+            "Assumed, for the model's file does not say it: "
+            + ", ".join(f"{field} {getattr(self, field)}" for field in self.assumed)
+            + ".": self.assumed,
         }
         return tuple(sentence for sentence, holds in sentences.items() if holds)
 

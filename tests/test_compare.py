@@ -13,7 +13,7 @@ import pytest
 import test_statistics as statistics
 from results_builder import FakeComparison, standard_cases, write_run
 
-from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
+from moe_ep_bench.analysis.compare import change_text, compare_directories, exit_status
 from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.cli import main
 from moe_ep_bench.timing.statistics import estimate_change
@@ -141,7 +141,7 @@ def test_a_machine_that_became_slower_makes_no_case_slower(base, tmp_path):
     assert verdicts(cases) == {"native": "slower", **dict.fromkeys([DROP, "topk", "native again"], "no difference")}
     assert cases["native"]["change_ratio"] == pytest.approx(1.1, abs=0.01)
     assert statuses(change) == (0, 3)
-    assert "warning: native itself became slower (+" in compare_text(change)
+    assert "warning: native itself became slower (+" in change_text(change)
 
 
 def test_a_case_that_did_not_follow_a_faster_native_fails_though_it_takes_as_long(base, tmp_path):
@@ -181,7 +181,7 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
     change, cases = compared(*runs)
     assert cases[DROP]["floor"] == pytest.approx(1.0570, abs=1e-3)
     assert (cases[DROP]["verdict"], cases[DROP]["outcome"]) == (verdict, outcome)
-    (row,) = (line for line in compare_text(change).splitlines() if line.startswith(DROP))
+    (row,) = (line for line in change_text(change).splitlines() if line.startswith(DROP))
     assert "  5.7  " in row
 
 
@@ -202,12 +202,12 @@ def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     change, cases = compared(old, new)
     assert verdicts(cases)[DROP] == "slower"
     assert statuses(change) == (1, 1)
-    assert "conditions differ: driver 570.1 -> 580.2, experts te -> grouped\n" in compare_text(change)
+    assert "conditions differ: driver 570.1 -> 580.2, experts te -> grouped\n" in change_text(change)
     run = json.loads((new / "run.json").read_text())
     run["runs"]["stale"] = {**run["runs"]["r0"], "environment": {**changed, "driver": "1"}}  # it measured nothing
     (new / "run.json").write_text(json.dumps(run | {"run_id": "stale"}))
-    assert compared(old, new)[0].differences == change.differences
-    assert "driver" not in compared(base, new)[0].differences["c0"], "what one run did not write down differs from none"
+    assert change_text(compared(old, new)[0]) == change_text(change)
+    assert "driver" not in change_text(compared(base, new)[0]), "what one run did not write down differs from none"
 
 
 # ---- which cases ----------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_cases_of_one_run_only_are_rows_and_never_compared(base, tmp_path):
         change, _ = compared(*pair)
         found = change.cases[change.cases["not_compared"] == said]
         assert (sorted(found["case_id"]), len(change.cases)) == ([f"c1-{number}" for number in range(4)], 8)
-        assert f"not compared: {said}" in compare_text(change)
+        assert f"not compared: {said}" in change_text(change)
         assert statuses(change) == (0, status), "new cases are no gap"
     with pytest.raises(ResultsError, match=r"no case is in .* the same command and config"):
         compare_directories(base, alone)
@@ -235,7 +235,7 @@ def test_a_case_that_was_lost_or_routes_differently_is_said(base, tmp_path):
     assert rows[DROP]["not_compared"] == "oom in NEW: CUDA out of memory"
     assert rows[DROP]["outcome"] == "open"
     assert statuses(change) == (0, 3)
-    text = compare_text(change)
+    text = change_text(change)
     assert f"{DROP}: not compared: oom in NEW" in text
     assert "warning: topk drops 0.0 % in BASE and 30.0 % in NEW" in text
     assert f"neither shown nor excluded to be slower by more than 3 %: {DROP}" in text

@@ -28,7 +28,7 @@ import pytest
 import yaml
 from undrawn import nothing_drawn
 
-from moe_ep_bench.analysis.equivalence import write_validation
+from moe_ep_bench.analysis.compare import write_validation
 from moe_ep_bench.analysis.paper_claims import load_claims, write_claims
 from moe_ep_bench.bench.commands import route
 from moe_ep_bench.cli import main

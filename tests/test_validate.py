@@ -16,13 +16,7 @@ import pytest
 from results_builder import FakeCase, FakeComparison, modelled_facts, standard_cases, write_run, write_whole
 from test_run import environment, routing_of, write_config
 
-from moe_ep_bench.analysis.equivalence import (
-    Validation,
-    load_validation,
-    validation_text,
-    verdict_line,
-    write_validation,
-)
+from moe_ep_bench.analysis.compare import Change, change_text, compare_ranks, write_validation
 from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.bench import paired_run as validate_module
 from moe_ep_bench.cli import main
@@ -103,7 +97,7 @@ def own(tmp_path: Path) -> Path:
     return built(tmp_path / "own", {"num_iterations": 6}, {"num_iterations": 6})
 
 
-def verdicts(validation: Validation) -> list[str | None]:
+def verdicts(validation: Change) -> list[str | None]:
     return [None if pd.isna(verdict) else verdict for verdict in validation.cases["verdict"]]
 
 
@@ -134,24 +128,24 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_speedups_are_judged_where_the_runs_are_comparable(name: str, tmp_path: Path) -> None:
     changes, expected, words = DIFFERENCES[name]
-    validation = load_validation(built(tmp_path, **changes))
+    validation = compare_ranks(built(tmp_path, **changes))
     assert verdicts(validation) == [None, None, *expected]
-    text = validation_text(validation)
+    text = change_text(validation)
     assert words in text
     assert (OTHERWISE in text) == OTHERWISE.startswith(words[:10])
 
 
 def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
     root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9)})
-    text = validation_text(load_validation(root))
+    text = change_text(compare_ranks(root))
     assert re.search(r"largest difference (9\.9|10\.\d) %$", text)
     row = next(line for line in text.splitlines() if line.startswith(DROP))
     assert re.search(r"1\.50\d +1\.3[45]\d +0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
     assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
     assert "comparison" not in text.splitlines()[2], "there is one"
     ValidationDirectory(root).write_pairs([("r", "e")], {"links": modelled_facts()["links"]}, 0.15)
-    assert verdicts(load_validation(root)) == [None, None, "equivalent", "equivalent"]
-    assert verdict_line(load_validation(root)).startswith("2 of 2 speedups are equivalent within 15 %")
+    assert verdicts(compare_ranks(root)) == [None, None, "equivalent", "equivalent"]
+    assert compare_ranks(root).answer[0].startswith("2 of 2 speedups are equivalent within 15 %")
 
 
 def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,14 +159,14 @@ def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFi
 def test_a_directory_that_lacks_something_is_one_line(own: Path) -> None:
     ValidationDirectory(own).pairs.write_text("[]")
     with pytest.raises(ResultsError, match=r"\A[^\n]*validation.json: damaged: [^\n]*\Z"):
-        load_validation(own)
+        compare_ranks(own)
 
 
 def test_passes_are_judged_and_their_moe_layers_by_themselves_whose_error_a_pass_dilutes(tmp_path: Path) -> None:
-    line = verdict_line(load_validation(built_models(tmp_path / "alike")))
+    line = compare_ranks(built_models(tmp_path / "alike")).answer[0]
     assert line.startswith("3 of 3 speedups are equivalent within 3 %")
     assert "; 3 of 3 speedups of MoE layers alone are equivalent within 3 %" in line
-    cases = load_validation(built_models(tmp_path / "slow", phase_factors={"experts": 1.5})).cases
+    cases = compare_ranks(built_models(tmp_path / "slow", phase_factors={"experts": 1.5})).cases
     cases = cases.set_index(["label", "quantity"])
     whole, layers = (cases.loc[(DROP, of)] for of in ("all", "MoE layers"))
     assert 0 < 1 - whole["ratio_median"] < 1 - layers["ratio_median"] < 0.5

@@ -5,6 +5,6 @@ of one traffic joined) -> ``reduce`` (ranks joined, ratios formed) -> ``cases`` 
 ``answer_costs`` (rows of ``quality``) and ``paper_claims`` (papers' numbers and ours). Specifications are data:
 ``columns`` (each column once, and tables rendered), ``tables`` (views) with ``notes``, ``figures`` (rows that
 ``drawing`` draws by ``marks`` and ``style``; ``lines`` is any column over any other). ``page`` has all of them;
-``compare`` sets two runs side by side, and ``equivalence`` emulated ranks and real ones. ``show``, ``plot`` and
+``compare`` sets two runs side by side, of two jobs or of real and emulated ranks. ``show``, ``plot`` and
 ``advise`` are commands.
 """

@@ -1,30 +1,38 @@
-"""Compare two runs of the same cases: slower, faster, or inconclusive. A gate for CI.
+"""Set two runs of the same cases side by side: a gate for CI (``compare``), or a margin (``validate``).
 
-Cases are paired by case id, a hash of all that defines them. Two jobs share no moment, and no interval of a time shows
-that the whole machine was slower. Native is the control: of a case the *change* is that of its time over native's,
-whose pairs ran moments apart in each job; of native, which has none, that of its time, the machine's or that of code
-that all cases share. ``timing.statistics`` says how a change is estimated. It is held against the noise floors of both
-runs, by which native differs from itself. Another driver, package or clock moves native too, so it takes no verdict
-away; what differs is named.
+Two jobs share no moment, and no interval of a time shows that the whole machine was slower. Native is the control: its
+pairs with a case ran moments apart in each job, so speedups over native are set against each other, batch by batch;
+``timing.statistics`` says how. Cases are paired by what defines them.
 
-The gate asks of every policy: is it surely slower than the limit allows? ``slower`` needs a verdict beyond noise and a
-change beyond the limit. A case is *open* where the data can neither show nor exclude such a change: too few batches, a
-noise floor wider than the limit. Open cases pass with a warning, for a gate that fails on noise is soon switched off;
-``--strict`` makes them, and a native that changed, a status of their own.
+``compare`` asks of two jobs whether a policy became slower. Of a case the *change* is that of its time over native's;
+of native, which has none, that of its time, the machine's or that of code that all cases share. It is held against the
+noise floors of both runs, by which native differs from itself. Another driver, package or clock moves native too, so it
+takes no verdict away; what differs is named. The gate asks of every policy: is it surely slower than the limit allows?
+``slower`` needs a verdict beyond noise and a change beyond the limit. A case is *open* where the data can neither show
+nor exclude such a change: too few batches, a noise floor wider than the limit. Open cases pass with a warning, for a
+gate that fails on noise is soon switched off; ``--strict`` makes them, and a native that changed, a status of their
+own.
+
+``validate`` asks whether emulated ranks have the speedups of real ones, on the same batches with the same routing: the
+ratio of both is held against a margin (``statistics.equivalence``). An error that all cases share cancels in a speedup,
+so both runs' times are in the table too. A whole pass dilutes the error of its MoE layers, which therefore have rows of
+their own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, load_timed, timings, values_of
+from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, load, load_timed, routing, timings, values_of
 from moe_ep_bench.analysis.columns import (
+    COLUMNS,
     COSTS,
+    Column,
     Row,
     Table,
     interval,
@@ -37,126 +45,96 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
-from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
-from moe_ep_bench.facts import NOT_EXECUTED
+from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, jobs, read_document
+from moe_ep_bench.facts import NOT_EXECUTED, Pairs
 from moe_ep_bench.facts.words import describe_links, device_words
-from moe_ep_bench.schema import ALL
+from moe_ep_bench.files import write_text
+from moe_ep_bench.results import ValidationDirectory
+from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
+    equivalence,
     estimate_change,
     joint_floor,
     judge,
 )
 
-# Conditions that may move times, of a job's ``environment`` and of a comparison's facts.
-_CONDITIONS = (
-    *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
-    *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
-    *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
-)
-# The verdict on a time, by that of ``judge`` on the ratio.
-_WORDS = {"faster": "slower", "slower": "faster"}
-# Roles of policies, not of controls: these decide ``--fail-over``.
-_JUDGED_ROLES = ("policy", "replication")
-# A share of pairs or score mass that differs by less is rounding.
-_ROUTING_STEP = 5e-4
-_RUNS = {"base": "BASE", "new": "NEW"}
-_IDENTITY = ["comparison_id", "title", "how", "ran_on", "label", "policy", "role"]
-_OF_EITHER = [
-    *("status", "reason", *COSTS, "median_ms", "speedup_median"),
-    *("floor_low", "floor_high", "oversubscribed", "origin"),
-]
+
+class Sides(NamedTuple):
+    """Which columns two runs have side by side.
+
+    Attributes:
+        runs: what each run is called, by the word that ends its columns.
+        key: columns that name a case in both.
+        about: what a case is, as the first run that has it says.
+        numbers: of each run.
+        shown: columns of a table, ahead of what policies cost.
+    """
+
+    runs: Mapping[str, str]
+    key: list[str]
+    about: list[str]
+    numbers: list[str]
+    shown: Sequence[Column]
 
 
 class Change(NamedTuple):
-    """Cases of two run directories, in common or of one alone.
+    """Cases of two runs, in common or of one alone.
 
     Attributes:
-        cases: a row per case of either run, in reading order: what it is; numbers of either run, ending in ``_base``
-            and ``_new``; ``not_compared``, why; ``floor``, by which noise alone may change a ratio; ``change_ratio`` =
-            NEW / BASE with its interval; ``verdict``; ``why`` it is inconclusive; ``outcome``, the gate's answer.
-        differences: by comparison's id, conditions that differ: (BASE's, NEW's) by key.
+        cases: a row per case of either run in reading order, of ``validate`` per case and ``quantity`` (all: the layer
+            or the pass; MoE layers of a pass): what it is; numbers of either run, ending in ``_base`` and ``_new``, or
+            ``_real`` and ``_emulated``; ``not_compared``, why; ``change_*`` = NEW / BASE, or ``ratio_*``, emulated over
+            real speedup, with its interval; ``verdict``, and ``why`` there is none. ``compare`` has ``floor`` too, by
+            which noise alone may change a ratio, and ``outcome``, the gate's answer.
+        tables: the rows as people read them.
+        heading: above the tables.
+        answer: the lines below them.
         limit: of the gate; None = there is none.
     """
 
-    base: Path
-    new: Path
     cases: pd.DataFrame
-    differences: dict[str, dict[str, tuple[str, str]]]
-    limit: float | None
+    tables: list[Table]
+    heading: list[str]
+    answer: list[str]
+    limit: float | None = None
 
 
-def compare_directories(base: Path, new: Path, *, limit: float | None = None) -> Change:
-    """Compare two results directories.
-
-    Args:
-        limit: by how much a policy may be slower and pass the gate, a share; None = there is no gate.
-
-    Raises:
-        ResultsError: no case was measured in both.
-    """
-    stores = [load_timed(directory) for directory in (base, new)]
-    frames, costs = map(cases, stores), map(_costs, stores)
-    sides = side_by_side(frames, costs, _RUNS, ["case_id"], _IDENTITY, _OF_EITHER, "cost")
-    rows = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
-    if all(row["not_compared"] for row in rows):
-        raise ResultsError(
-            f"{new}: no case is in {base} as well; expected results of the same command and config on as many ranks "
-            "(see the case ids in run.json)"
-        )
-    for row in rows:
-        row |= _judged(row, row.pop("change"))
-        row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
-    return Change(base, new, pd.DataFrame(rows), _differences(*map(_conditions, stores)), limit)
-
-
-def _costs(store: Store) -> pd.DataFrame:
-    """``cost`` of every iteration: a case's time over native's in the same one; of native its time."""
-    rows = timings(store)
-    rows = rows[rows["quantity"] == ALL]
-    return rows.assign(cost=(1 / rows["speedup"]).where(rows["role"] != "baseline", rows["time_us"]))
+def change_text(change: Change) -> str:
+    """The tables, and the answer last."""
+    parts = ("\n".join(change.heading), render(change.tables, "text"), "\n".join(change.answer))
+    return "\n\n".join(filter(None, parts))
 
 
 # ---- two runs side by side -------------------------------------------------------------------------------------------
 
 
-def side_by_side(
-    frames: Iterable[pd.DataFrame],
-    times: Iterable[pd.DataFrame],
-    runs: Mapping[str, str],
-    key: list[str],
-    about: list[str],
-    numbers: list[str],
-    column: str,
-) -> pd.DataFrame:
+def _side_by_side(sides: Sides, frames: Sequence[pd.DataFrame], ratios: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """A row per key of either of two runs, and the one join of two jobs.
 
     Args:
         frames: of each run, rows of ``cases``, one of each key.
-        times: of each run, rows of ``timings``; ``column`` is null where there is nothing to compare.
-        runs: what each run is called, by the word that ends its columns.
+        ratios: of each run, ``ratio`` by key and iteration; null where there is nothing to compare.
 
     Returns:
-        ``about`` the key, as the first run that has it says; ``numbers`` of each run; ``not_compared``, why a row has
-        no numbers of some run; ``change``, the column's second over its first, batch by batch
-        (``statistics.estimate_change``), None where no batch is common or one has no value above 0.
+        ``about`` the key; ``numbers`` of each run; ``not_compared``, why a row has no numbers of some run; ``change``,
+        the second ratio over the first, batch by batch (``statistics.estimate_change``), None where no batch is common
+        or one has no value above 0.
     """
-    frames = dict(zip(runs, frames, strict=True))
-    rows = pd.concat(frames.values())[[*key, *about]].drop_duplicates(key, ignore_index=True)
-    for run, frame in frames.items():
-        rows = rows.join(frame.set_index(key)[numbers].add_suffix(f"_{run}"), on=key)
+    rows = pd.concat(frames)[[*sides.key, *sides.about]].drop_duplicates(sides.key, ignore_index=True)
+    for run, frame in zip(sides.runs, frames, strict=True):
+        rows = rows.join(frame.set_index(sides.key)[sides.numbers].add_suffix(f"_{run}"), on=sides.key)
     old, now = (
-        {name: of.set_index(ITERATION)[column].dropna() for name, of in frame.groupby(key, sort=False)}
-        for frame in times
+        {name: of.set_index(ITERATION)["ratio"].dropna() for name, of in frame.groupby(sides.key, sort=False)}
+        for frame in ratios
     )
-    names = list(rows[key].itertuples(index=False, name=None))
+    names = list(rows[sides.key].itertuples(index=False, name=None))
     changes = [estimate_change(old[name], now[name]) if name in old and name in now else None for name in names]
-    lost = [_lost_words(row, runs) for row in rows.to_dict("records")]
-    found = pd.DataFrame({"not_compared": lost, "change": changes}, rows.index, dtype=object)
-    return rows.join(found)
+    lost = [_lost_words(row, sides.runs) for row in rows.to_dict("records")]
+    return rows.join(pd.DataFrame({"not_compared": lost, "change": changes}, rows.index, dtype=object))
 
 
 def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
@@ -170,12 +148,88 @@ def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
     return "; ".join(lost) or None
 
 
-# ---- verdicts --------------------------------------------------------------------------------------------------------
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+# Conditions that may move times, of a job's ``environment`` and of a comparison's facts.
+_CONDITIONS = (
+    *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
+    *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
+    *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
+)
+# The verdict on a time, by that of ``judge`` on the ratio.
+_WORDS = {"faster": "slower", "slower": "faster"}
+# Roles of policies, not of controls: these decide ``--fail-over``.
+_JUDGED_ROLES = ("policy", "replication")
+# A share of pairs or score mass that differs by less is rounding.
+_ROUTING_STEP = 5e-4
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}"
+
+
+_JOBS = Sides(
+    runs={"base": "BASE", "new": "NEW"},
+    key=["case_id"],
+    about=["comparison_id", "title", "how", "ran_on", "label", "policy", "role"],
+    numbers=[
+        *("status", "reason", *COSTS, "median_ms", "speedup_median"),
+        *("floor_low", "floor_high", "oversubscribed", "origin"),
+    ],
+    shown=(
+        text("label", "policy"),
+        number("median_ms_base", "base ms", milliseconds),
+        number("median_ms_new", "new ms", milliseconds),
+        number("speedup_median_base", "speedup base"),
+        number("speedup_median_new", "new"),
+        interval("change", "change", middle="ratio", form=_percent, unit="%"),
+        percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
+        text("verdict"),
+    ),
+)
+
+
+def compare_directories(base: Path, new: Path, *, limit: float | None = None) -> Change:
+    """Compare two results directories.
+
+    Args:
+        limit: by how much a policy may be slower and pass the gate, a share; None = there is no gate.
+
+    Raises:
+        ResultsError: no case was measured in both.
+    """
+    stores = [load_timed(directory) for directory in (base, new)]
+    sides = _side_by_side(_JOBS, list(map(cases, stores)), list(map(_costs, stores)))
+    rows = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
+    if all(row["not_compared"] for row in rows):
+        raise ResultsError(
+            f"{new}: no case is in {base} as well; expected results of the same command and config on as many ranks "
+            "(see the case ids in run.json)"
+        )
+    for row in rows:
+        row |= _judged(row, row.pop("change"))
+        row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
+    frame, (old, now) = pd.DataFrame(rows), map(_conditions, stores)
+    tables = []
+    for name, of_one in frame.groupby("comparison_id", sort=False):
+        shown = of_one.assign(instead="not compared: " + of_one["not_compared"].astype(object))
+        columns = [*_JOBS.shown, *lost_columns(of_one, "_new"), percentage("retained_mass_new", "mass kept")]
+        title = "{title}: {how}, {ran_on}".format_map(of_one.iloc[0])
+        notes = list(_notes(of_one, old.get(name, {}), now.get(name, {})))
+        tables.append(Table(shown, columns, title, notes, "instead"))
+    return Change(frame, tables, [f"BASE {base}", f"NEW  {new}"], list(_answer(frame, limit)), limit)
+
+
+def _costs(store: Store) -> pd.DataFrame:
+    """``ratio`` of every iteration: a case's time over native's in the same one; of native its time."""
+    rows = timings(store)
+    rows = rows[rows["quantity"] == ALL]
+    return rows.assign(ratio=(1 / rows["speedup"]).where(rows["role"] != "baseline", rows["time_us"]))
 
 
 def _floor(row: Row) -> float | None:
     """The upper end of the joint floor, whose lower end is its inverse."""
-    floors = [NoiseFloor(row[f"floor_low_{run}"], row[f"floor_high_{run}"]) for run in _RUNS]
+    floors = [NoiseFloor(row[f"floor_low_{run}"], row[f"floor_high_{run}"]) for run in _JOBS.runs]
     return None if any(missing(floor.high) for floor in floors) else joint_floor(*floors).high
 
 
@@ -199,9 +253,6 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
     return found | {"verdict": "inconclusive" if why else _WORDS.get(verdict, verdict), "why": why}
 
 
-# ---- conditions ------------------------------------------------------------------------------------------------------
-
-
 def _conditions(store: Store) -> dict[str, dict[str, str]]:
     """Recorded ``_CONDITIONS`` of each comparison; if several jobs measured it, those of the last one."""
     found = {}
@@ -219,19 +270,6 @@ def _text(value: Any) -> str:
     if isinstance(value, dict) and "ran" in value:  # what ran of what was asked for
         return value["ran"]
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _differences(
-    old: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
-) -> dict[str, dict[str, tuple[str, str]]]:
-    """``Change.differences``; what a run did not record differs from nothing."""
-    return {
-        name: {key: (then, now[name][key]) for key, then in old[name].items() if now[name].get(key, then) != then}
-        for name in old.keys() & now.keys()
-    }
-
-
-# ---- the gate --------------------------------------------------------------------------------------------------------
 
 
 def _outcome(row: Row, limit: float | None) -> str | None:
@@ -258,39 +296,8 @@ def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(rows["role"] == "baseline") & rows["verdict"].isin(["slower", "faster"])]
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f}"
-
-
-_COLUMNS = (
-    text("label", "policy"),
-    number("median_ms_base", "base ms", milliseconds),
-    number("median_ms_new", "new ms", milliseconds),
-    number("speedup_median_base", "speedup base"),
-    number("speedup_median_new", "new"),
-    interval("change", "change", middle="ratio", form=_percent, unit="%"),
-    percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
-    text("verdict"),
-)
-
-
-def compare_text(change: Change) -> str:
-    """A table per comparison, and the answer last."""
-    tables = []
-    for comparison_id, rows in change.cases.groupby("comparison_id", sort=False):
-        shown = rows.assign(instead="not compared: " + rows["not_compared"].astype(object))
-        differing = change.differences.get(comparison_id, {})
-        title = "{title}: {how}, {ran_on}".format_map(rows.iloc[0])
-        columns = [*_COLUMNS, *lost_columns(rows, "_new"), percentage("retained_mass_new", "mass kept")]
-        tables.append(Table(shown, columns, title, list(_notes(rows, differing)), "instead"))
-    heading = f"BASE {change.base}\nNEW  {change.new}"
-    return "\n\n".join([heading, render(tables, "text"), "\n".join(_answer(change))])
-
-
-def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterator[str]:
+def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """What is needed to read a comparison's rows; conditions of either job that the other did not record are alike."""
     yield (
         "change: NEW over BASE [95 % interval], of native's time, of others' time over native's; floor: what native "
         "run twice differs by, both runs' together"
@@ -300,10 +307,8 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
         yield "one launch: what differs from job to job is in no interval; with several (measure.launches) it is"
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
-    if differing:
-        yield f"{WARNING}conditions differ: " + ", ".join(
-            f"{key} {old} -> {now}" for key, (old, now) in differing.items()
-        )
+    if differing := [f"{key} {then[key]} -> {now[key]}" for key in then if now.get(key, then[key]) != then[key]]:
+        yield f"{WARNING}conditions differ: {', '.join(differing)}"
     for name, words in (("dropped_share", "drops"), ("rerouted_share", "reroutes"), ("retained_mass", "keeps")):
         differ = rows[(rows[f"{name}_new"] - rows[f"{name}_base"]).abs() > _ROUTING_STEP]
         for row in differ.to_dict("records"):  # equal ids mean equal routing
@@ -316,18 +321,132 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
         )
 
 
-def _answer(change: Change) -> Iterator[str]:
+def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[str]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
-    policies = change.cases[change.cases["role"].isin(_JUDGED_ROLES)]
+    policies = rows[rows["role"].isin(_JUDGED_ROLES)]
     policies = policies[~policies["not_compared"].isin(["only in BASE", "only in NEW"])]
     counts = policies["verdict"].fillna("inconclusive").value_counts()
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
     yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in shown)
-    if change.limit is not None:
-        slower, still_open = (
-            ", ".join(change.cases["label"][change.cases["outcome"] == name]) for name in ("slower", "open")
-        )
-        over = f"slower by more than {100 * change.limit:g} %"
+    if limit is not None:
+        slower, still_open = (", ".join(rows["label"][rows["outcome"] == name]) for name in ("slower", "open"))
+        over = f"slower by more than {100 * limit:g} %"
         yield f"{over}, beyond noise: {slower or 'none'}"
         if still_open:
             yield f"{WARNING}neither shown nor excluded to be {over}: {still_open}"
+
+
+# ---- validate --------------------------------------------------------------------------------------------------------
+
+_SPEEDUP = [f"speedup_{end}" for end in ESTIMATE]
+_RANKS = Sides(
+    runs={"real": "the real run", "emulated": "the emulated run"},
+    key=["comparison", "role", "policy", "policy_params", "quantity"],  # ids differ: they say how it was measured
+    about=["label", *COSTS],
+    numbers=["case_id", "status", "reason", "median_ms", *_SPEEDUP, "oversubscribed", "threads", "loads"],
+    shown=(
+        text("label", "policy"),
+        text("comparison"),
+        text("quantity", "of"),
+        number("median_ms_real", "measured ms", milliseconds),
+        number("median_ms_emulated", "emulated ms", milliseconds),
+        number("speedup_median_real", "measured speedup"),
+        number("speedup_median_emulated", "emulated"),
+        interval("ratio", "emulated / measured"),
+        text("shown_verdict", "verdict"),
+    ),
+)
+_CLAIMS = ("policy", "balanced")  # native's own speedup claims nothing
+
+
+def compare_ranks(directory: Path) -> Change:
+    """Set both runs of a directory that ``validate`` left against each other.
+
+    Raises:
+        ResultsError: one line: a file is missing or cannot be trusted.
+    """
+    files = ValidationDirectory(directory)
+    written = read_document(files.pairs, Pairs)
+    stores = [load(root, join_draws=False) for root in (files.real, files.emulated)]
+    about = comparisons(stores[0]).set_index("comparison_id")
+    titles = {name: about.at[pair[0], "title"] for pair in written.pairs for name in pair}
+    rows = _side_by_side(_RANKS, *zip(*(_rows_and_ratios(store, titles) for store in stores), strict=True))
+    rows = rows[rows["case_id_real"].notna()]
+    why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
+    verdicts = [
+        equivalence(None if why[title] else ratio, written.margin) if role in _CLAIMS else None
+        for ratio, title, role in zip(rows["change"], rows["comparison"], rows["role"], strict=True)
+    ]
+    ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in rows["change"]], rows.index)
+    rows = rows.drop(columns=["loads_real", "loads_emulated", "change"]).join(ends)
+    rows = rows.assign(why=rows["comparison"].map(why), verdict=verdicts)
+    ran = about.loc[[first for first, _ in written.pairs]]
+    margin = f"{100 * written.margin:g} %"
+    notes = [
+        *(f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()),
+        f"links: {describe_links(written.links, written.exchange)}",
+        *(f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words),
+        f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {margin} (two one-sided "
+        "tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch",
+    ]
+    alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
+    columns = [column for column in _RANKS.shown if column.name not in alike]
+    columns += [*lost_columns(rows), COLUMNS["retained_mass"]]
+    title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated and real ranks"
+    of_controls = rows["role"].map({"baseline": "native", "noise": "floor"})
+    shown = rows.assign(shown_verdict=rows["verdict"].fillna(of_controls))
+    return Change(rows, [Table(shown, columns, title, notes, "not_compared")], [], [_equivalent_words(rows, margin)])
+
+
+def _rows_and_ratios(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A row per case and quantity of one run, and per iteration of its claims; ``comparison`` is the real title."""
+    pairs = routing(store).sort_values(["batch", "layer"], na_position="first")
+    loads = (pairs["load_E"].map(tuple) + pairs["pairs_RR"].map(tuple)).groupby(pairs["case_id"]).agg(tuple)
+    frame = cases(store).assign(
+        comparison=lambda rows: rows["comparison_id"].map(titles),
+        quantity=ALL,
+        loads=lambda rows: rows["case_id"].map(loads),
+        threads=jobs(store)["environment"].iloc[-1].get("threads_per_rank"),
+    )
+    frame = frame[frame["comparison"].notna()]
+    claims = frame[frame["role"].isin(_CLAIMS)]
+    if frame["scope"].eq("model").any():
+        moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _SPEEDUP}}
+        frame = pd.concat([frame, claims.drop(columns=list(moe.values())).rename(columns=moe).assign(quantity=MOE)])
+    speedups = timings(store).rename(columns={"speedup": "ratio"})
+    return frame, speedups.merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
+
+
+def _incomparable(rows: pd.DataFrame) -> str | None:
+    """Why the runs of a comparison are not comparable; None where they are."""
+    first, measured = rows.iloc[0], rows[(rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
+    rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]].unique()
+    if first["oversubscribed_real"]:
+        return OVERSUBSCRIBED
+    if first["threads_real"] != first["threads_emulated"]:
+        threads = f"{first['threads_real']} thread(s), the emulated one with {first['threads_emulated']}"
+        return f"each real rank computed with {threads}"
+    return f"routing is not the same in both runs: {', '.join(rerouted)}" if len(rerouted) else None
+
+
+def _equivalent_words(rows: pd.DataFrame, margin: str) -> str:
+    """``k of n speedups are equivalent within m %; largest difference x %``; of MoE layers alone the same."""
+    parts = []
+    for quantity, claims in rows[rows["verdict"].notna()].groupby("quantity", sort=False):
+        counts = claims["verdict"].value_counts()
+        of = "speedups" if quantity == ALL else f"speedups of {quantity} alone"
+        line = f"{counts.get('equivalent', 0)} of {len(claims)} {of} are equivalent within {margin}"
+        others = [f"{counts[verdict]} {verdict}" for verdict in ("different", "inconclusive") if verdict in counts]
+        largest = (claims["ratio_median"].astype(float) - 1).abs().max()
+        line += f" ({', '.join(others)})" if others else ""
+        parts.append(line + ("" if pd.isna(largest) else f", largest difference {100 * largest:.1f} %"))
+    return "; ".join(parts)
+
+
+def write_validation(directory: Path) -> str:
+    """Write ``validation.txt`` and ``validation.csv``; return the text."""
+    files, change = ValidationDirectory(directory), compare_ranks(directory)
+    shown = change_text(change)
+    write_text(files.text, f"{shown}\n")
+    write_text(files.table, render([Table(change.cases.drop(columns="not_compared"), ())], "csv"))
+    return shown

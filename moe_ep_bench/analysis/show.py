@@ -65,9 +65,9 @@ def show(
             raise UserError(f"{directory}: holds validation, shown as text alone; name {directory}/real or /emulated")
     passed_over: list[str] = []
     if is_validation(directories[0]):
-        from moe_ep_bench.analysis.equivalence import load_validation, validation_text
+        from moe_ep_bench.analysis.compare import change_text, compare_ranks
 
-        shown = f"{validation_text(load_validation(directories[0]))}\n"
+        shown = f"{change_text(compare_ranks(directories[0]))}\n"
     else:
         shown = shown_text(load(list(directories), passed_over), to, views)
     if out is None:

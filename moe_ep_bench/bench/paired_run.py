@@ -1,4 +1,4 @@
-"""Run a config on real ranks and emulate as many on this machine, for ``analysis.equivalence`` to compare.
+"""Run a config on real ranks and emulate as many on this machine, for ``analysis.compare`` to set side by side.
 
 Both into one directory, each skipped where it was finished before. The emulation has a process of its own, with as many
 compute threads as one real rank has. Its links are those that ``calibrate`` measured between these ranks.
@@ -42,7 +42,7 @@ def validate(
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
     Where real ranks share GPUs (``sharing``), both runs are rehearsed and nothing is compared.
-    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.equivalence`` reads it.
+    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.compare`` reads it.
 
     That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
     else the status of the step that failed.

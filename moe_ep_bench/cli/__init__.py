@@ -192,7 +192,7 @@ def _route(options: Namespace) -> int:
 
 
 def _validate(options: Namespace) -> int:
-    from moe_ep_bench.analysis.equivalence import write_validation
+    from moe_ep_bench.analysis.compare import write_validation
     from moe_ep_bench.bench.paired_run import validate
 
     out = _out(options, "-validated")
@@ -343,14 +343,14 @@ def _plot(options: Namespace) -> int:
 
 def _compare(options: Namespace) -> int:
     from moe_ep_bench.analysis.columns import Table, render
-    from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
+    from moe_ep_bench.analysis.compare import change_text, compare_directories, exit_status
 
     if options.strict and options.fail_over is None:
         raise UserError("--strict: expected --fail-over beside it")
     change = compare_directories(options.base, options.new, limit=options.fail_over)
     if options.base.resolve() == options.new.resolve():
         print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
-    print(render([Table(change.cases, ())], "json") if options.json else compare_text(change))
+    print(render([Table(change.cases, ())], "json") if options.json else change_text(change))
     return exit_status(change, strict=options.strict)
 
 

@@ -63,12 +63,12 @@ def measured_alone(case: Runnable, num_batches: int, clock: Clock, seconds: floa
 
 def table_of(session: RealRanks, seconds: float) -> pd.DataFrame:
     """A row per case: what it takes in turns and back to back, and at which clocks."""
-    samples, clock = session.samples, session.watch.recorder.clock
-    assert samples is not None
-    turns = {name: samples.times_VSC[:, :, samples.columns.index(name)] for name in (TOTAL, HOST_BUSY, SM_CLOCK)}
+    result, clock = session.result, session.watch.recorder.clock
     rows: list[dict[str, Any]] = []
-    for number, case in enumerate(session.timed):
-        in_turns = {name: pd.Series(times_VS[number]).median() for name, times_VS in turns.items()}
+    for case in session.cases:
+        (times_SC,) = result.times[case.case_id]
+        turns = (TOTAL, HOST_BUSY, SM_CLOCK)
+        in_turns = {name: pd.Series(times_SC[:, result.columns[name]]).median() for name in turns}
         session.job.begin(case.case_id)
         alone_us, alone_mhz = measured_alone(case, session.num_batches, clock, seconds)
         in_turns_us = np.fmax(in_turns[TOTAL], in_turns[HOST_BUSY])

@@ -36,6 +36,7 @@ from moe_ep_bench.cost_model.phases import RankWork, layer_segments
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import load_model
 from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.timing.protocol import BREAKDOWN, Step
 
 FILE = Path(__file__).with_suffix(".yaml")
 FITTED, LIKE = "h100-sxm-te", "h100-sxm"
@@ -66,9 +67,10 @@ class Run:
         ranks = ModelledRanks(comparison, [case], torch.device("cpu"), lambda _: None)
         measure_point(ranks, ranks.begin)
         self.layers = route_batch(ranks.router, [case], 0)[0].layers
-        times_RC = ranks.samples[case.case_id][:, 0]
-        last = times_RC[times_RC[:, ranks.columns.index(TOTAL)].argmax()]
-        self.us = {name: float(us) for name, us in zip(ranks.columns, last, strict=True)}
+        result = ranks.result
+        times_RC = result.times[case.case_id][:, result.steps[Step(0, 0, BREAKDOWN)]]
+        last = times_RC[times_RC[:, result.columns[TOTAL]].argmax()]
+        self.us = {name: float(us) for name, us in zip(result.columns, last, strict=True)}
         """Microseconds by phase, and in all, of the rank that ends last."""
 
     @property

@@ -102,12 +102,12 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     measure_point(ranks, ranks.begin)
     routed = len(comparison.workloads) * comparison.workload.num_batches
     assert len(begun) == comparison.iterations_per_case * len(comparison.cases) + routed
-    total = ranks.columns.index(TOTAL)
-    slowest_us = [samples_RBC[..., total].max(axis=0) for samples_RBC in ranks.samples.values()]
+    total, times = ranks.result.columns[TOTAL], ranks.result.times
+    slowest_us = [times_RSC[..., total].max(axis=0) for times_RSC in times.values()]
     native_us, again_us, topk_us, drop_us, _ = slowest_us
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
     assert (drop_us < topk_us).all()
-    native_RBC = ranks.samples[comparison.cases[0].case_id]
+    native_RBC = times[comparison.cases[0].case_id][:, comparison.workload.num_batches :]
     parts_RBC = np.delete(native_RBC, [total, total + 1, total + 2], axis=-1)
     np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), native_RBC[..., total])

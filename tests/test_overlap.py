@@ -56,8 +56,8 @@ def totals(comparison: Point) -> dict[str, float]:
     """Of each case the slowest rank's time in batch 0, in microseconds."""
     ranks = ModelledRanks(comparison, comparison.cases, CPU, lambda _: None)
     measure_point(ranks, ranks.begin)
-    at = ranks.columns.index(TOTAL)
-    return {case.label + case.role: ranks.samples[case.case_id][:, 0, at].max() for case in comparison.cases}
+    at, times = ranks.result.columns[TOTAL], ranks.result.times
+    return {case.label + case.role: times[case.case_id][:, 0, at].max() for case in comparison.cases}
 
 
 def test_micro_batches_are_a_batch_cut_in_two(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import HandClock
 
-from moe_ep_bench.bench.result import Samples
+from moe_ep_bench.bench.result import Result
 from moe_ep_bench.schema import HOST, THREAD_CPU, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import device as timing_device
 from moe_ep_bench.timing.protocol import (
@@ -158,11 +158,12 @@ def measured(
     hold_us: float = 0.0,
 ) -> np.ndarray:
     """The loop's times, [cases, steps, columns]."""
-    samples = Samples(cases, steps, COLUMNS)
+    result = Result()
+    result.expect([case.case_id for case in cases], steps, COLUMNS)
     for case in cases:
         case.watch = Stopwatch(PhaseRecorder(clock), meet, flush, hold_us)
-    measure(cases, steps, before, samples.add)
-    return samples.times_VSC
+    measure(cases, steps, before, lambda case, step, times: result.keep(cases[case].case_id, step, times))
+    return np.concatenate(list(result.times.values()))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseco
     clock, ran, steps = HandClock(), [], all_steps(4, 3, 0)
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 7000).__next__)
     monkeypatch.setattr(time, "perf_counter_ns", itertools.count(0, 9000).__next__)
-    cases = [FakeCase(lambda batch, name=name: ran.append((name, batch))) for name in range(3)]
+    cases = [FakeCase(lambda batch, name=name: ran.append((name, batch)), str(name)) for name in range(3)]
     samples = measured(cases, steps, clock)
     assert gc.isenabled()
     assert ran == [(case, step.batch) for step in steps for case in order(3, turn_of(step, 4, 3))]

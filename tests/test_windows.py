@@ -202,7 +202,7 @@ def times_us(point: Point) -> np.ndarray:
     ranks = ModelledRanks(point, point.cases, CPU, lambda _: None)
     measure_point(ranks, ranks.begin)
     (case,) = [case for case in point.cases if case.replication is not None]
-    return ranks.samples[case.case_id][:, :, ranks.columns.index(TOTAL)]
+    return ranks.result.times[case.case_id][:, : ranks.num_batches, ranks.result.columns[TOTAL]]
 
 
 @pytest.mark.parametrize("rearrange", ["stall", "beside"])

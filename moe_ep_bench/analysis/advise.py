@@ -8,6 +8,7 @@ the luckiest, on the traffic that chose it: the answer says so, and gives the ra
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from operator import itemgetter
@@ -33,19 +34,7 @@ from moe_ep_bench.analysis.advice import (
     write_advice,
 )
 from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load_timed, timings
-from moe_ep_bench.analysis.columns import (
-    Row,
-    Table,
-    interval,
-    lost_columns,
-    milliseconds,
-    missing,
-    number,
-    percentage,
-    render,
-    short_labels,
-    text,
-)
+from moe_ep_bench.analysis.columns import COSTS, Row, Table, milliseconds, missing, number, render, text
 from moe_ep_bench.analysis.notes import (
     MODEL_CAVEAT,
     MOST_DROPPED,
@@ -55,6 +44,7 @@ from moe_ep_bench.analysis.notes import (
     warnings,
 )
 from moe_ep_bench.analysis.store import ITERATION, Store
+from moe_ep_bench.analysis.tables import View, table_of
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import NOT_EXECUTED, PeakLoads, Workload
@@ -167,7 +157,7 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     rows, tables = candidates(store, bounds), []
     for answer in advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
-        tables += [_table(own, name and f"at {name}")] if len(own) else []
+        tables += [_table(store, own, name and f"at {name}")] if len(own) else []
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
@@ -283,25 +273,22 @@ def _pass(row: pd.Series) -> Pass | None:
     return Pass(ms=row["pass_ms"], tokens_per_s_per_rank=row["tokens_per_s_per_rank"])
 
 
-def _table(rows: pd.DataFrame, title: str) -> Table:
+def _table(store: Store, rows: pd.DataFrame, title: str) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
     rows = rows.assign(
-        label=short_labels(rows),
-        is_barred=rows["standing"].isin(_BARRED),
-        extra_gib_per_rank=rows["extra_gib_per_rank"].astype(float),
-        standing=rows["standing"].replace(BELOW_MODEL, "below model"),
+        is_barred=rows["standing"].isin(_BARRED), standing=rows["standing"].replace(BELOW_MODEL, "below model")
     ).sort_values(["is_pick", "is_barred", "speedup_median"], ascending=[False, True, False])
-    columns = (
-        text("label", "candidate"),
-        interval("speedup", "end to end" if (rows["scope"] == "model").any() else "speedup"),
-        *([interval("over_topk", "over topk")] if rows["differs_from_topk"].any() else []),
-        number("median_ms", "ms", milliseconds),
-        *lost_columns(rows),
-        percentage("retained_mass", "kept"),
-        number("extra_gib_per_rank", "GiB", "{:.2g}"),
-        text("standing", "verdict"),
+    over_topk = ["over_topk_median"] if rows["differs_from_topk"].any() else []
+    times = (number("median_ms", "ms", milliseconds), *COSTS, number("extra_gib_per_rank", "GiB", "{:.2g}"))
+    is_model = (rows["scope"] == "model").any()
+    view = View(
+        (text("label", "candidate"), "speedup_median", *over_topk, *times, text("standing", "verdict")),
+        headers={"speedup_median": "end to end" if is_model else "speedup", "retained_mass": "kept"},
+        title=lambda *_: title,
+        notes=(),
+        label_width=math.inf,
     )
-    return Table(rows, [column for column in columns if rows[column.name].notna().any()], title)
+    return table_of(store, view, rows)
 
 
 def _is_assumed(workload: Row) -> bool:

@@ -155,13 +155,13 @@ def _named(rows: pd.DataFrame) -> Iterator[tuple[str, Any, str]]:
     return zip(rows["policy"], rows["settings"], rows["role"], strict=True)
 
 
-def short_labels(rows: pd.DataFrame, width: int | None = None) -> pd.Series:
+def short_labels(rows: pd.DataFrame, width: float = math.inf) -> pd.Series:
     """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``, for all cases of a table.
 
     What distinguishes two of them stays.
 
     Args:
-        width: characters; labels that are longer lose words that all of the same policy share. None = none does.
+        width: characters; labels that are longer lose words that all of the same policy share.
     """
     full, parts = labels(rows), labels(rows, label_parts)
     short: pd.Series = pd.Series([frozenset()] * len(rows), rows.index, dtype=object)
@@ -172,7 +172,7 @@ def short_labels(rows: pd.DataFrame, width: int | None = None) -> pd.Series:
         )
         is_clear = _is_clear(full, shorter.map(" ".join))
         parts, short = shorter.where(is_clear, parts), more.where(is_clear, short)
-    if width is not None:
+    if width < math.inf:
         shared = {first: set.intersection(*map(set, of)) for first, of in parts.groupby(parts.str[0])}
         cut = parts.map(lambda words: _cut(words, shared[words[0]], width))
         parts = cut.where(_is_clear(full, cut.map(" ".join)), parts)
@@ -184,7 +184,7 @@ def _is_clear(full: pd.Series, short: pd.Series) -> pd.Series:
     return full.groupby(short).transform("nunique") == 1
 
 
-def _cut(words: Sequence[str], shared: Collection[str], width: int) -> list[str]:
+def _cut(words: Sequence[str], shared: Collection[str], width: float) -> list[str]:
     """The words of a label without shared ones, from its end on, until it is no longer than so many characters."""
     kept, cut = list(words), list(words)
     for place in range(len(words) - 1, 0, -1):

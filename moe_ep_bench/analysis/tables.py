@@ -6,6 +6,7 @@ Every view is made of a store, whatever kinds of results it holds: where it has 
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class View:
         alike: columns that are left out where all rows have one value.
         title: words behind the comparison's own title; or of a store and a group's rows the title.
         notes: below the table; or of a store and a group's rows.
+        label_width: characters of labels, which lose words (``columns.short_labels``); None = they are whole.
         short: columns of the table at the end of a run, between the policy and its costs.
     """
 
@@ -88,6 +90,7 @@ class View:
     alike: Sequence[str] = ()
     title: str | Callable[[Store, pd.DataFrame], str] = _title
     notes: Sequence[str] | Callable[[Store, pd.DataFrame], Sequence[str]] = _notes
+    label_width: float | None = None
     short: Sequence[str] = ()
 
 
@@ -123,11 +126,6 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
         return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
 
     return Column(name, header, cell=cell)
-
-
-def _in_short(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with labels as tables have room for them; files hold them whole."""
-    return rows.assign(label=short_labels(rows))
 
 
 def _metric_words(row: Row) -> str:
@@ -231,7 +229,7 @@ VIEWS = {
             *("experts_per_token", "activated_experts", "fullest_rank"),
         ),
         frame=texts,
-        rows=_in_short,
+        label_width=math.inf,
         title=_text_title,
         notes=_text_notes,
     ),
@@ -258,7 +256,7 @@ VIEWS = {
             percentage("retained_mass_topk", "mass kept"),
         ),
         frame=tasks,
-        rows=_in_short,
+        label_width=math.inf,
         alike=("task",),
         title=lambda store, rows: _about(store, rows)["title"],
         notes=_task_notes,
@@ -336,6 +334,8 @@ def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
     title = view.title(store, rows) if callable(view.title) else f"{rows['title'].iloc[0]}: {view.title}"
     lines = view.notes(store, rows) if callable(view.notes) else view.notes
     instead = "instead" if "status" in frame else None
+    if view.label_width is not None:
+        frame = frame.assign(label=short_labels(frame, view.label_width))
     frame = frame.copy().assign(instead=_reasons(frame)) if instead else frame  # of one piece
     return Table(frame, _columns_of(view, frame), title, lines, instead)
 
@@ -370,15 +370,13 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
     main = next(VIEWS[name] for name in MAIN if VIEWS[name].frame is cases and len(matching(rows, VIEWS[name].where)))
     idle, over_topk = leaves_idle(rows), differs_from_topk(rows).any()
     left_out = {"rank_imbalance" if idle else "activated_experts", *([] if over_topk else ["over_topk_median"])}
-    rows = rows.assign(
-        label=short_labels(rows, _LABEL_WIDTH - 2 * over_topk),
-        verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
-    )
+    rows = rows.assign(verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"))
     headers = {**main.headers, "retained_mass": "kept"}
     if len(lost_shown(rows)) > 1:
         headers |= {"dropped_share": "drop", "rerouted_share": "reroute"}
     numbers = [name for name in main.short if name not in left_out]
-    view = replace(main, columns=("label", *numbers, *COSTS), headers=headers, notes=())
+    width = _LABEL_WIDTH - 2 * over_topk
+    view = replace(main, columns=("label", *numbers, *COSTS), headers=headers, notes=(), label_width=width)
     table = table_of(store, view, rows)
     alone = {"speedup_median", "over_topk_median"} if over_topk else ()
     columns = [replace(column, cell=None) if column.name in alone else column for column in table.columns]

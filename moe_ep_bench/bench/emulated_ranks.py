@@ -40,7 +40,6 @@ class EmulatedRanks(Runner):
     Attributes:
         cases: those that are still in order.
         traffic: by case id, all ranks' routing of the batch that is timed.
-        samples: by case id, microseconds [R, B, C].
         errors: beside the dense reference, by case id and layer.
     """
 
@@ -49,11 +48,9 @@ class EmulatedRanks(Runner):
     ) -> None:
         self.point, self.device, self.begin = point, device, begin
         self.num_ranks, self.num_batches = point.ep_size, point.workload.num_batches
-        self.columns, self.router = columns_of(point), Router(point, device)
+        self.router = Router(point, device)
         self.cases = [Case(case, self) for case in cases]
         self.traffic: dict[str, Traffic] = {}
-        size = self.num_ranks, self.num_batches, len(self.columns)
-        self.samples = {case.case_id: np.full(size, np.nan) for case in cases}
         self.errors: dict[tuple[str, int | None], float] = {}
         self.result = Result()
 
@@ -66,7 +63,12 @@ class EmulatedRanks(Runner):
         raise NotImplementedError
 
     def schedule(self) -> Iterator[Sequence[Step]]:
-        """Batch by batch: route it on all ranks, time its steps, then set ranks side by side."""
+        """Batch by batch: route it on all ranks, time its steps, then set ranks side by side.
+
+        Each batch gives times twice, once plain and once broken down.
+        """
+        kept = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
+        self.result.expect([case.case_id for case in self.cases], kept, columns_of(self.point), self.num_ranks)
         for batch in range(self.num_batches):
             begin = partial(self.begin, self.point.comparison_id)
             traffic = route_batch(self.router, [case.spec for case in self.cases], batch, begin)
@@ -84,19 +86,11 @@ class EmulatedRanks(Runner):
         self._taken[self.cases[case].case_id][step.rank].append(times)
 
     def finish(self) -> Result:
-        """Samples and routing of the cases that are in order: each batch once plain and once broken down."""
-        result = self.result
-        result.columns = self.columns
-        result.steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
-        whole = [self.columns.index(name) for name in (TOTAL, *BESIDE_TOTAL)]
+        """Samples and routing of the cases that are in order."""
         for case in self.cases:
-            samples_RBC = self.samples[case.case_id]
-            plain_RBC = np.full_like(samples_RBC, np.nan)
-            plain_RBC[..., whole] = samples_RBC[..., whole]
-            result.times[case.case_id] = np.concatenate([plain_RBC, samples_RBC], axis=1)
-            for row in result.rows[case.case_id]:
+            for row in self.result.rows[case.case_id]:
                 row["reference_error"] = self.errors.get((case.case_id, row["layer"])) if row["batch"] == 0 else None
-        return result
+        return self.result
 
     # ---- ranks side by side ------------------------------------------------------------------------------------------
 
@@ -113,8 +107,10 @@ class EmulatedRanks(Runner):
         for rank, phases in enumerate((compose_alike if is_one_of_many else compose)(chains)):
             runs = [run[0] for run in taken_R[rank]]
             beside = {name: float(np.median([run.beside[name] for run in runs])) for name in runs[0].beside}
-            for name, value in {**phases, **beside}.items():
-                self.samples[case.case_id][rank, batch, self.columns.index(name)] = value
+            times = {**phases, **beside}
+            whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
+            self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, rank)
+            self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, rank)
 
     def _chain(self, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> Chain:
         """A micro-batch's way through all ranks, from the runs of each."""

@@ -5,7 +5,7 @@ what is raised there: it costs a case, and no rank is left waiting in a collecti
 batch: shapes are seen, routing metrics taken, and each layer's output is held against the dense reference for the input
 that it got. Where cases are replayed from CUDA graphs, all ranks capture a batch or none does.
 
-Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = steps, C = columns of a sample.
+Shapes: T = this rank's tokens, E = experts, D = hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.layer_runner import LayerRunner, random_pass, stack_builder
 from moe_ep_bench.bench.measure import Case
 from moe_ep_bench.bench.point import BALANCED, BASELINE, CaseSpec, Point
-from moe_ep_bench.bench.result import Result, Samples, columns_of
+from moe_ep_bench.bench.result import Result, columns_of
 from moe_ep_bench.bench.routing import Router, case_metrics
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.kernels import oracle_for
@@ -60,7 +60,7 @@ class RealRanks(LayerRunner):
     """A point's cases on this rank; collectives are torch.distributed's. Building it needs no other rank.
 
     Attributes:
-        cases: those that are still in order; ``timed``: those whose samples there are, in their order.
+        cases: those that are still in order.
         tokens: this rank's by batch and layer; ``inputs`` return the input of each batch.
         meet: where the ranks that talk to each other are waited for.
         captured: the cases' CUDA graphs, by case, batch and whether phases are timed; None where cases run eagerly.
@@ -305,6 +305,7 @@ class RealRanks(LayerRunner):
         for key in [key for key in self.captured or {} if key[0] == case.case_id]:
             del self.captured[key]
         self.cases.remove(case)
+        self.result.times.pop(case.case_id, None)
         self.result.unmeasured[case.case_id] = status, reason
 
     # ---- CUDA graphs -------------------------------------------------------------------------------------------------
@@ -375,14 +376,13 @@ class RealRanks(LayerRunner):
 
     def schedule(self) -> Iterator[Sequence[Step]]:
         """All steps at once, in rounds over the batches."""
-        self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         steps = all_steps(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
         counted = [step for step in steps if step.kind != UNCOUNTED]
-        self.samples = Samples(self.timed, counted, columns_of(self.point))
+        self.result.expect([case.case_id for case in self.cases], counted, columns_of(self.point))
         yield steps
 
     def keep(self, case: int, step: Step, times: Any) -> None:
-        self.samples.add(case, step, times)
+        self.result.keep(self.cases[case].case_id, step, times)
 
     def finish(self) -> Result:
         """Gather all ranks' samples and metrics to rank 0, which writes them."""
@@ -392,13 +392,12 @@ class RealRanks(LayerRunner):
             return result
         if self.captured is None:
             self.conditions["unclocked"] = {case.case_id: case.unclocked for case in self.cases if case.unclocked}
-        result.conditions, result.steps, result.columns = self.conditions, self.samples.steps, self.samples.columns
-        for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
-            if case in self.cases:
-                self.job.guard.feed()
-                of_ranks = ranks.gather((times_SC, list(case.rows.values())))
-                if ranks.is_first:
-                    times_R, rows_R = zip(*of_ranks, strict=True)
-                    result.times[case.case_id] = np.stack(times_R)
-                    result.rows[case.case_id] = list(chain(*rows_R))
+        result.conditions = self.conditions
+        for case in self.cases:
+            self.job.guard.feed()
+            of_ranks = ranks.gather((result.times.pop(case.case_id), list(case.rows.values())))
+            if ranks.is_first:
+                times_R, rows_R = zip(*of_ranks, strict=True)
+                result.times[case.case_id] = np.concatenate(times_R)
+                result.rows[case.case_id] = list(chain(*rows_R))
         return result

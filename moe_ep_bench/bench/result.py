@@ -1,13 +1,13 @@
 """What measuring a point gives, and how it is written: rows of ``samples``, ``routing`` and ``frontier``.
 
-Shapes: V = cases, R = ranks, S = steps, C = columns of a sample.
+Shapes: R = ranks, S = steps, C = columns of a sample.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -33,21 +33,6 @@ def columns_of(point: Point) -> tuple[PhaseKey, ...]:
     return sample_keys(phases_in_depth(point.num_layers, list(point.workloads)))
 
 
-class Samples:
-    """Times of cases: float64 [V, S, C] microseconds, NaN where a phase did not occur."""
-
-    def __init__(self, cases: Sequence[Any], steps: Sequence[Step], columns: Sequence[PhaseKey]) -> None:
-        self.steps, self.columns = steps, columns
-        self.times_VSC = np.full((len(cases), len(steps), len(columns)), np.nan)
-        self._step, self._column = ({key: place for place, key in enumerate(keys)} for keys in (steps, columns))
-
-    def add(self, case: int, step: Step, times: Mapping[PhaseKey, float]) -> None:
-        """Take in one iteration; of a plain one nothing was to be accounted for."""
-        for name, time_us in times.items():
-            if step.kind != PLAIN or name != UNACCOUNTED:
-                self.times_VSC[case, self._step[step], self._column[name]] = time_us
-
-
 def identity(run_id: str, point: Any, case: CaseSpec) -> dict[str, Any]:
     """The columns that name the case of rows; ``point`` is of ``plan`` or of ``quality``."""
     return {
@@ -71,7 +56,7 @@ class Result:
 
     Attributes:
         unmeasured: status and reason of cases without times.
-        steps, columns: of samples.
+        steps, columns: of samples, with their places in ``times``.
         times: of measured cases, float64 microseconds [R, S, C], NaN where a phase did not occur.
         rows: of the table ``routing``: of every batch one for each rank and MoE layer.
         frontiers: rows of the table ``frontier``; there may be none.
@@ -79,12 +64,26 @@ class Result:
     """
 
     unmeasured: dict[str, tuple[str, str]] = field(default_factory=dict)
-    steps: Sequence[Step] = ()
-    columns: Sequence[PhaseKey] = ()
+    steps: dict[Step, int] = field(default_factory=dict)
+    columns: dict[PhaseKey, int] = field(default_factory=dict)
     times: dict[str, np.ndarray] = field(default_factory=dict)
     rows: defaultdict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
     frontiers: defaultdict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
     conditions: dict[str, Any] | None = None
+
+    def expect(
+        self, cases: Iterable[str], steps: Iterable[Step], columns: Iterable[PhaseKey], num_ranks: int = 1
+    ) -> None:
+        """Make room for the times of cases, of this rank or of all that this process stands for."""
+        self.steps, self.columns = ({key: place for place, key in enumerate(keys)} for keys in (steps, columns))
+        size = num_ranks, len(self.steps), len(self.columns)
+        self.times = {case_id: np.full(size, np.nan) for case_id in cases}
+
+    def keep(self, case_id: str, step: Step, times: Mapping[PhaseKey, float], rank: int = 0) -> None:
+        """Take in one iteration of a case; of a plain one nothing was to be accounted for."""
+        for name, time_us in times.items():
+            if step.kind != PLAIN or name != UNACCOUNTED:
+                self.times[case_id][rank, self.steps[step], self.columns[name]] = time_us
 
 
 def write(directory: RunDirectory, run_id: str, point: Point, result: Result, launch: int = 0) -> None:
@@ -133,7 +132,7 @@ def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
 
 
-def _walked_columns(times_RSC: np.ndarray, columns: Sequence[PhaseKey], lost: Mapping[str, Any]) -> dict[str, Any]:
+def _walked_columns(times_RSC: np.ndarray, columns: Iterable[PhaseKey], lost: Mapping[str, Any]) -> dict[str, Any]:
     """A row for each rank of one case: its iterations, and the phases that occurred in them."""
     phases = [layer_and_phase(key)[1] for key in columns]
     beside = {TOTAL, UNACCOUNTED, *BESIDE_TOTAL}
@@ -155,10 +154,10 @@ def _walked_columns(times_RSC: np.ndarray, columns: Sequence[PhaseKey], lost: Ma
     }
 
 
-def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
+def _sample_columns(steps: Iterable[Step], times_RSC: np.ndarray, columns: Mapping[PhaseKey, int]) -> dict[str, Any]:
     """Long rows of one case: every phase of every layer that occurred, of every rank and step."""
     layers, phases = zip(*map(layer_and_phase, columns), strict=True)
-    whole = {name: columns.index(name) for name in BESIDE_TOTAL}
+    whole = {name: columns[name] for name in BESIDE_TOTAL}
     occurred = ~np.isnan(times_RSC)
     occurred[..., list(whole.values())] = False
     rank_N, step_N, column_N = np.nonzero(occurred)

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from results_builder import samples
 from scipy.stats import linregress
 
-from moe_ep_bench.analysis.cases import cases, load, samples
+from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.models import load_model

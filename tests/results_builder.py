@@ -18,7 +18,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.cases import CASE, cases
 from moe_ep_bench.analysis.show import show
+from moe_ep_bench.analysis.store import STEP, TIMES, Store
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.facts import CaseFacts
@@ -340,6 +342,20 @@ def native_load(num_experts: int) -> np.ndarray:
 
 
 # ---- what is shown and drawn -----------------------------------------------------------------------------------------
+
+
+def samples(store: Store) -> pd.DataFrame:
+    """A row per case, launch, batch, iteration, kind, rank, layer and phase that occurred: ``time_us``.
+
+    Phases of a whole model are each layer's own; ``layer`` is null where a phase belongs to none.
+    """
+    parts = []
+    for one in store.directories:
+        rows = one.samples.astype({"kind": object}).melt(STEP, TIMES, "phase", "time_us").dropna(subset="time_us")
+        about = one.cases.assign(directory=one.comparisons[0].directory)[["directory", "case_id"]]
+        parts.append(rows.join(about, on="case").drop(columns="case"))
+    about = cases(store)[[*CASE, "role", "policy", "label"]]
+    return pd.concat(parts).merge(about, on=["directory", "case_id"], how="left", validate="m:1")
 
 
 def shown_text(directory: Path) -> str:

@@ -450,7 +450,7 @@ def test_a_config_becomes_a_question(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
-    with pytest.raises(ValueError, match=r"^--ep: layer.ep_size: does not fit: .* EP size on which it does is 16$"):
+    with pytest.raises(ValueError, match=r"^--ep: layer.ep_size: does not fit: .* EP size at which it fits is 16$"):
         asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4)
     swept = ["--set", "sweep.layer.ep_size=[8, 32]"]  # the answer says where it does not
     asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536, "--peak-load", 4, *swept)
@@ -493,7 +493,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
     assert {label.split()[0] for label in candidates_of(without)} == {"token_drop", "budget_drop"}
     again, past, prefill, no_replicas = notes_of(without)
-    assert again == "assumed: requests come again, as the recording has 1 of 4 batches"
+    assert again == "assumed: requests repeat, as the recording has 1 of the 4 batches needed"
     assert past == "left out: expanded_drop, laser: looks past the top-k, of which the recording has no scores"
     assert no_replicas.startswith("left out: eplb, lp, activated, llep, ultra: replicas and moved weights")
     full_trace = recording(tmp_path / "full.safetensors", full=True)

@@ -18,6 +18,7 @@ from results_builder import (
     FakeCase,
     FakeComparison,
     modelled_facts,
+    samples,
     standard_cases,
     whole_facts,
     write_run,
@@ -33,7 +34,6 @@ from moe_ep_bench.analysis.cases import (
     load,
     point_words,
     routing,
-    samples,
     timings,
 )
 from moe_ep_bench.analysis.notes import notes
@@ -80,13 +80,11 @@ def test_directories_are_told_apart_by_a_column_and_every_frame_joins_on_the_cas
     assert not rows.duplicated(CASE).any()
     assert list(rows["directory"].unique()) == ["a", "b"]
     assert list(comparisons(store)["point"]) == ['{"workload.peak_load": 1.5}', '{"workload.peak_load": 2.5}']
-    for frame in (samples(store), timings(store), routing(store)):
+    for frame in (timings(store), routing(store)):
         joined = frame.merge(rows[[*CASE, "role"]], on=[*CASE, "role"], how="left", indicator=True)
         assert len(joined) == len(frame)
         assert (joined["_merge"] == "both").all()
         assert frame[CASE].drop_duplicates().shape == (12, 3)
-    oea = rows[rows["policy"] == "oea"]
-    assert samples(store, oea)[CASE].drop_duplicates().to_numpy().tolist() == oea[CASE].to_numpy().tolist()
 
 
 def test_means_of_batches_are_the_cases_own(store):

@@ -238,7 +238,7 @@ def test_a_case_that_was_lost_or_routes_differently_is_said(base, tmp_path):
     text = change_text(change)
     assert f"{DROP}: not compared: oom in NEW" in text
     assert "warning: topk drops 0.0 % in BASE and 30.0 % in NEW" in text
-    assert f"neither shown nor excluded to be slower by more than 3 %: {DROP}" in text
+    assert f"undecided whether slower by more than 3 %: {DROP}" in text
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

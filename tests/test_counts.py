@@ -131,7 +131,7 @@ def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_cou
     asked += ["--set", "sweep.workload.seed=[1]", "--set", "emulate.overlap=none"]
     assert main(["advise", *asked]) == 0
     text = capsys.readouterr().out
-    assert "counts.json: 4 of its 5 layers, as the others, dense ones for one, count nothing" in text
+    assert "counts.json: 4 of its 5 layers; the others, such as dense ones, have no counts" in text
     assert "skew is assumed" not in text
     pick = text.splitlines()[0]
     found = re.match(r"Use (.*): a layer is (\S+) times as fast as native, (\S+) in place of (\S+) ms", pick)

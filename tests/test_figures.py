@@ -19,13 +19,14 @@ from results_builder import (
     FakeComparison,
     assert_nothing_is_clipped,
     modelled_facts,
+    samples,
     standard_cases,
     write_run,
     write_whole,
 )
 
-from moe_ep_bench.analysis.cases import Store, cases, load, samples
-from moe_ep_bench.analysis.drawing import Drawing, case_rows, draw
+from moe_ep_bench.analysis.cases import Store, cases, load
+from moe_ep_bench.analysis.drawing import Drawing, draw
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.plot import figures_of
 from moe_ep_bench.analysis.style import (
@@ -312,9 +313,7 @@ def test_points_within_the_noise_are_hollow_and_what_drops_everything_sets_no_sc
 def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Store) -> None:
     drawing = drawn("ranks", store)
     assert set(drawing.rows["label"]) == {"native", "token_drop capacity_factor=1.0"}
-    times = samples(store, case_rows(store).query("label == 'token_drop capacity_factor=1.0'")).query(
-        "kind == 'breakdown'"
-    )
+    times = samples(store).query("kind == 'breakdown' and label == 'token_drop capacity_factor=1.0'")
     for phase, group in {"experts": "experts", "wait_combine": "waiting"}.items():
         expected_ms = times[times["phase"] == phase].groupby("rank")["time_us"].median() / 1e3
         found = drawing.rows.query(f"role == 'policy' and phases == {group!r}").set_index("rank")["time_ms"]

@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     assert fit_words(fit).startswith(
         "does not fit: 203 GB on each of 8 ranks in bfloat16 (experts 163, other weights 3"
     )
-    assert fit_words(fit).endswith("h100-sxm has 80 GB; the smallest EP size on which it does is 32")
+    assert fit_words(fit).endswith("h100-sxm has 80 GB; the smallest EP size at which it fits is 32")
     at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
     assert (at_32.holds(), fit_words(at_32)) == (True, "")
     assert not at_32.holds(80e9 - at_32.num_bytes + 1)
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     }
     long = deployment(tmp_path, {"preset": "qwen3-235b-a22b"}, layer={"ep_size": 32}, **step)
     assert long.cache_bytes == 2 * 2_000_001 * 94 * 2 * 4 * 128 * 2
-    assert fit_words(long).endswith("on no EP size it would")
+    assert fit_words(long).endswith("it fits at no EP size")
 
 
 # What specs say

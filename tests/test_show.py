@@ -157,10 +157,10 @@ def test_labels_in_short_name_no_keys_but_where_two_would_be_one():
     ("targets", "words"),
     [
         ({"peak_load": None}, "no skew was asked for"),
-        ({"peak_load": 1.5}, "peak load 1.5 is of the traffic in the long run; native's batches have"),
+        ({"peak_load": 1.5}, "peak load 1.5 holds in the long run; native's batches average"),
         (
             {"peak_load": None, "expert_loads": [1.2, 1.0, 1.0, 1.0]},
-            "peak load 1.143 is of the traffic in the long run",
+            "peak load 1.143 holds in the long run",
         ),
         ({"peak_load": 6.4}, None),
         ({"batch_peak_load": 1.5}, None),
@@ -334,7 +334,7 @@ REPEATED |= {"recording": {"model": "Tiny-MoE", "sources": [{"num_tokens": 600},
     [
         ({"probe_overhead": 0.05}, "probes cost up to 5.0 %"),
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
-        ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
+        ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "do not compare phase shares with a paper's"),
         ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
         ({"facts": {"workload": REPEATED}}, "takes 2,048 of it: it repeats them 3.41 times, so batches are alike"),
         ({"host_share": 1.1}, "launch-bound: in up to 100.0 %"),

@@ -338,7 +338,7 @@ def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -
     if not may.empty:
         best = may.iloc[-1]
         assert (answer.held_out.label, answer.held_out.later) == (best["label"], best["later"])
-        assert f"Chosen by the first half of the batches, {best['label']} (" in lines
+        assert f"The first half of the batches would choose {best['label']}, " in lines
 
 
 # ---- exchanges that stay ---------------------------------------------------------------------------------------------

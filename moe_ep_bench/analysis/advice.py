@@ -224,8 +224,8 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     else:
         yield from _pick_lines(answer, pick)
     if (chosen := answer.held_out) is not None:
-        later = f"is {chosen.later:.3f} times as fast as native on the second"
-        yield f"Chosen by the first half of the batches, {chosen.label} ({chosen.earlier:.3f} there) {later}."
+        first = f"{chosen.label}, {chosen.earlier:.3f} times as fast as native there"
+        yield f"The first half of the batches would choose {first}; on the second half it is {chosen.later:.3f} times."
     yield from map(_upkeep_line, answer.plans)
     yield from map(_variant_line, answer.variants)
     if answer.peaks is not None and answer.peaks.traffic is not None and (words := peak_words(answer.peaks)):
@@ -290,7 +290,7 @@ def _upkeep_line(plan: Upkeep) -> str:
     charged = f" with a new plan every {plan.every} batches" if plan.every else ""
     gain = f"{plan.speedup:.3f} times as fast as native [{plan.low:.3f}, {plan.high:.3f}]"
     takes = f"a new plan takes {milliseconds(plan.rearrange_ms)} ms and moves {plan.rearranged_gib:.3g} GiB in a layer"
-    pays = "never pays" if plan.pays_after is None else f"pays once it has stood for {plan.pays_after:,} batches"
+    pays = "never pays off" if plan.pays_after is None else f"pays off after {plan.pays_after:,} batches"
     on = f"on {plan.num_batches} later batches{charged}"
     if plan.layers is not None:
         on += ", and gains in {} of {} layers".format(*plan.layers)

@@ -317,6 +317,6 @@ def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.Da
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
     if costs_answers(picks["missing_share"], picks["retained_mass"]).any():
-        yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
+        yield "score mass is not accuracy: evaluate the model first (docs/quality.md)"
     yield from [MODEL_CAVEAT] if about["origin"].isin(NOT_EXECUTED).any() else []
     yield from (WARNING + line for line in warnings(store))

@@ -1,4 +1,4 @@
-"""The frame that every table, figure and answer reads: a row per case, and rows per sample, batch and comparison.
+"""The frame that every table, figure and answer reads: a row per case, and rows per iteration, batch and comparison.
 
 ``load`` gives a store of one or several directories; everything else is a function of it. Frames join on ``CASE``. All
 kinds of results have a row per case with the same columns: ``route`` without times, where layers that were routed alike
@@ -28,7 +28,6 @@ from pandas.api.types import is_numeric_dtype
 from moe_ep_bench.analysis.columns import COSTS
 from moe_ep_bench.analysis.reduce import (
     GROUPS,
-    KEY,
     PASS_PARTS,
     ROUTED,
     breakdown,
@@ -43,7 +42,7 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load, melted
+from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load
 from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, RoutedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
     case_label,
@@ -456,28 +455,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
     }
 
 
-# ---- rows per sample, iteration and batch ----------------------------------------------------------------------------
-
-
-def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, launch, batch, iteration, kind, rank, layer and phase: ``time_us``, and of totals
-    ``host_us``, ``host_busy_us`` and ``sm_clock_mhz``.
-
-    Phases of a whole model are each layer's own; ``layer`` is null where a phase belongs to none.
-
-    Args:
-        of: rows of ``cases``; None = all.
-    """
-    return _nulls_alike(pd.concat([_samples(one, of) for one in store.directories], ignore_index=True))
-
-
-def _samples(store: Directory, of: pd.DataFrame | None) -> pd.DataFrame:
-    rows = store.samples
-    if of is not None:
-        rows = rows[rows["case"].isin(_listed(store).reset_index(names="case").merge(of[CASE], on=CASE)["case"])]
-    rows = melted(rows.astype({"kind": object})).sort_values([*KEY, "kind", "rank", "layer", "phase"])
-    rows = rows.astype({"phase": object, "layer": "Int32"})
-    return _named(store, rows, "role", "policy", "label", "policy_params")
+# ---- rows per iteration and batch ------------------------------------------------------------------------------------
 
 
 @of_each

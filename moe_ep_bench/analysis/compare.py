@@ -299,12 +299,12 @@ def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
 def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     """What is needed to read a comparison's rows; conditions of either job that the other did not record are alike."""
     yield (
-        "change: NEW over BASE [95 % interval], of native's time, of others' time over native's; floor: what native "
-        "run twice differs by, both runs' together"
+        "change: NEW over BASE [95 % interval], for native of its time, for other cases of their time over native's; "
+        "floor: how far native differs from native again, both runs together"
     )
     yield from chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
     if rows["origin_new"].eq("measured").any() and rows["change_num_launches"].max() == 1:
-        yield "one launch: what differs from job to job is in no interval; with several (measure.launches) it is"
+        yield "one launch: intervals do not cover differences between jobs; several launches (measure.launches) do"
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
     if differing := [f"{key} {then[key]} -> {now[key]}" for key in then if now.get(key, then[key]) != then[key]]:
@@ -316,8 +316,8 @@ def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) 
             yield f"{WARNING}{row['label']} {words} {shares[0]} in BASE and {shares[1]} in NEW: not of the same work"
     for row in _native_moved(rows).itertuples():
         yield (
-            f"{WARNING}native itself became {row.verdict} ({_percent(row.change_ratio)} %): the machine, or code that "
-            "all cases share"
+            f"{WARNING}native itself became {row.verdict} ({_percent(row.change_ratio)} %): the machine changed, or "
+            "code that all cases share"
         )
 
 
@@ -333,7 +333,7 @@ def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[str]:
         over = f"slower by more than {100 * limit:g} %"
         yield f"{over}, beyond noise: {slower or 'none'}"
         if still_open:
-            yield f"{WARNING}neither shown nor excluded to be {over}: {still_open}"
+            yield f"{WARNING}undecided whether {over}: {still_open}"
 
 
 # ---- validate --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no ver
 MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of devices and links"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
-NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
+NOT_FUSED = "permutation is not fused: do not compare phase shares with a paper's"
 READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
 
 # A sentence with braces, and what fills them.
@@ -380,6 +380,6 @@ def chance_words(number: int) -> list[str]:
     if number < 2:
         return []
     return [
-        f"chance alone would call up to {number * alpha:.1f} of {number} verdicts, if nothing differed: "
-        f"{number} x {100 * alpha:.0f} %"
+        f"if nothing differed, chance alone would call up to {number * alpha:.1f} of these {number} verdicts "
+        f"({number} x {100 * alpha:.0f} %)"
     ]

@@ -157,7 +157,7 @@ def read_document(path: Path, model: type[_Type]) -> _Type:
     try:
         content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written") from None
+        raise ResultsError(f"{path}: missing; expected a results directory that `moe-ep-bench` wrote") from None
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None
     except ValueError as error:
@@ -386,12 +386,6 @@ def pivoted(rows: pd.DataFrame) -> pd.DataFrame:
     steps = steps.astype({"rank": int, "batch": int, "iteration": int, "layer": float})
     numbers = pd.DataFrame(np.hstack([times_SC, beside_SC]), columns=[*TIMES, *BESIDE])
     return pd.concat([steps, numbers], axis=1)
-
-
-def melted(samples: pd.DataFrame) -> pd.DataFrame:
-    """Samples with a row for each phase that occurred, as on disk: ``phase``, ``time_us``; ``BESIDE`` of totals."""
-    rows = samples.melt([*STEP, *BESIDE], TIMES, "phase", "time_us").dropna(subset="time_us")
-    return rows.assign(**rows[BESIDE].where(rows["phase"].eq(TOTAL)))
 
 
 def paced(samples: pd.DataFrame) -> pd.DataFrame:

@@ -273,7 +273,8 @@ VIEWS = {
         title="loads and phases",
         notes=(
             "fullest expert, fullest rank: pairs over native's mean",
-            "times: mean over ranks, so that waiting shows; median with probes; of exchanges what nothing hides",
+            "times: mean over ranks, so that waiting shows, then median over probed iterations; exchanges without what "
+            "overlap hides",
             "unaccounted, policy share: shares of the slowest rank's time; probe overhead: added to the median",
         ),
     ),

@@ -119,7 +119,20 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
             none of the asked EP sizes.
     """
     with _naming_flags(options):
-        return _asked(options, bounds, options.config or Path(CONFIG_NAME))
+        draft = _of_flags(options) if options.config is None else _of_config(options)
+        asked = draft.experiments(policies=[{"name": "topk"}])
+        draft.note_traffic(asked)
+        draft.add_device(asked)
+        left_out = draft.add_candidates(asked, bounds)
+        draft.add_batches(asked)
+        draft.sweep_overlap(asked)
+        comparisons = plan_experiments(draft.where, draft.experiments(), VIRTUAL, on_cpu=True, try_out=False)
+        fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
+        if all(not fit.holds() for fit in fits):
+            raise UserError(f"layer.ep_size: {fit_words(fits[0])}")
+    text = dump_yaml({**draft.raw, **({"sweep": draft.sweep} if draft.sweep else {})})
+    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
+    return Question(text, comparisons, (*draft.assumed, *left_out), options.out or Path("results", name))
 
 
 @contextlib.contextmanager
@@ -135,45 +148,6 @@ def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
         keys = {name: key for name, key in keys.items() if getattr(options, name) is not None}
         own = [name for name, key in keys.items() if words.replace(": ", ".").startswith(f"{key}.")]
         raise UserError("".join(f"--{name.replace('_', '-')}: " for name in own) + words) from None
-
-
-def _asked(options: argparse.Namespace, bounds: Bounds, where: Path) -> Question:
-    """The question, ``where`` named in errors."""
-    raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
-    asked = experiments_of(where, *copy.deepcopy(({**raw, "policies": [{"name": "topk"}]}, sweep)))
-    workloads = [experiment.workload for experiment in asked]
-    if not any(map(_is_skewed, workloads)):
-        if options.config is None:
-            raise UserError("--trace, --counts, --peak-load: expected one, which says how busy experts are; got none")
-        assumed.append(Assumption(kind="no_skew"))
-    counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
-    assumed += [
-        Assumption(kind="counted_layers", names=[path.name], num_layers=layers)
-        for path in sorted(counted)
-        if (layers := counted_layers(path))
-    ]
-    chosen, left_out = candidates(asked, bounds)
-    assumed += _add_device(raw, sweep, asked)
-    raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
-    num_joined = len({workload.layer for workload in workloads})
-    if "workload.seed" not in sweep and any(map(_is_drawn, asked)):
-        num_joined, seed = DRAWS, workloads[0].seed
-        # First, so that points of one draw, which share its random numbers, follow each other.
-        sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
-    fewest = _BATCHES if options.config else max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined))
-    raw["workload"]["num_batches"] = num_batches = max(raw["workload"].get("num_batches", 0), fewest)
-    if isinstance(workloads[0], RecordedConfig) and not {"order", "history"} & raw["workload"].keys():
-        assumed += _set_windows(raw, asked, num_batches)
-    if OVERLAP not in sweep and "overlap" not in raw["emulate"] and any(map(_may_overlap, asked)):
-        sweep = {**sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
-    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    comparisons = plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)
-    fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
-    if all(not fit.holds() for fit in fits):
-        raise UserError(f"layer.ep_size: {fit_words(fits[0])}")
-    text = dump_yaml({**raw, **({"sweep": sweep} if sweep else {})})
-    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
-    return Question(text, comparisons, (*assumed, *left_out), options.out or Path("results", name))
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -196,7 +170,127 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 # ---- from options to a config ----------------------------------------------------------------------------------------
 
 
-def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Assumption]]:
+@dataclass(eq=False)
+class _Draft:
+    """The config of a question, while it is written.
+
+    Attributes:
+        where: the file that errors name.
+        raw: values of the config; ``sweep``: lists of values, by swept key.
+        assumed: what nobody said, in the order in which it was found.
+        is_of_flags: no file holds it.
+    """
+
+    where: Path
+    raw: dict[str, Any]
+    sweep: dict[str, Any]
+    assumed: list[Assumption]
+    is_of_flags: bool
+
+    def experiments(self, **values: Any) -> list[Experiment]:
+        """The config as it stands, some sections replaced."""
+        return experiments_of(self.where, *copy.deepcopy(({**self.raw, **values}, self.sweep)))
+
+    def note_traffic(self, asked: Sequence[Experiment]) -> None:
+        """Note where the traffic has no skew, or counted layers stand for others.
+
+        Raises:
+            UserError: flags say nothing of a skew.
+        """
+        workloads = [experiment.workload for experiment in asked]
+        if not any(map(_is_skewed, workloads)):
+            if self.is_of_flags:
+                raise UserError(
+                    "--trace, --counts, --peak-load: expected one, which says how busy experts are; got none"
+                )
+            self.assumed.append(Assumption(kind="no_skew"))
+        counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
+        for path in sorted(counted):
+            if layers := counted_layers(path):
+                self.assumed.append(Assumption(kind="counted_layers", names=[path.name], num_layers=layers))
+
+    def add_device(self, asked: Sequence[Experiment]) -> None:
+        """Put in a device and links where there are none: measured elsewhere where tables have the layer."""
+        self.raw["emulate"] = emulate = self.raw.get("emulate") or {}
+        system, why = f"{PREFIX}{SYSTEM}", {}
+        if "emulate.device" in self.sweep:
+            devices = [device for device in self.sweep["emulate.device"] if device != MEASURED]
+            self.sweep["emulate.device"], system = devices or [DEVICE], ""
+        elif (named := emulate.get("device", MEASURED)) != MEASURED:
+            system = named.partition("/")[0] if named.startswith(PREFIX) else ""
+        else:
+            emulate["device"] = system
+            try:
+                _find_rows(asked, system, of_links=False)
+            except UserError as problem:
+                emulate["device"], why["experts"] = DEVICE, str(problem)
+        if emulate.get("links") is None and "emulate.links" not in self.sweep:
+            emulate["links"] = self._links_of_device()
+            # Scaled links and copies are of built-in links.
+            own = any(one.emulate.bandwidth_scale != 1 or one.emulate.copies != "pair" for one in asked)
+            if system and not own and all(experiment.virtual_ranks > 1 for experiment in asked):
+                try:
+                    _find_rows(asked, system, of_links=True)
+                    emulate["links"] = system
+                except UserError as problem:
+                    why["exchange"] = str(problem)
+        for words in dict.fromkeys(why.values()):
+            parts = [part for part, one in why.items() if one == words]
+            self.assumed.append(Assumption(kind="modelled", names=parts, reason=words))
+
+    def _links_of_device(self) -> str:
+        """The links that the device's file names, inside a node or beyond one."""
+        sizes = [*self.sweep.get("layer.ep_size", []), (self.raw.get("layer") or {}).get("ep_size")]
+        beyond_node = max(size or _NODE for size in sizes) > _NODE
+        with naming("emulate.device"):
+            return load_device(self.raw["emulate"].get("device", DEVICE)).links[beyond_node]
+
+    def add_candidates(self, asked: Sequence[Experiment], bounds: Bounds) -> list[Assumption]:
+        """Put in the candidates that can act here; return those that are left out."""
+        chosen, left_out = candidates(asked, bounds)
+        self.raw["policies"] = chosen.pop("policies")
+        self.raw["emulate"] |= chosen
+        return left_out
+
+    def add_batches(self, asked: Sequence[Experiment]) -> None:
+        """Ask for as many draws and batches as intervals need, in the order of time where they are recorded."""
+        workloads = [experiment.workload for experiment in asked]
+        num_joined = len({workload.layer for workload in workloads})
+        if "workload.seed" not in self.sweep and any(map(_is_drawn, asked)):
+            num_joined, seed = DRAWS, workloads[0].seed
+            # First, so that points of one draw, which share its random numbers, follow each other.
+            self.sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **self.sweep}
+        workload = self.raw["workload"]
+        fewest = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined)) if self.is_of_flags else _BATCHES
+        workload["num_batches"] = num_batches = max(workload.get("num_batches", 0), fewest)
+        if isinstance(workloads[0], RecordedConfig) and not {"order", "history"} & workload.keys():
+            self._add_windows(asked, num_batches)
+
+    def _add_windows(self, asked: Sequence[Experiment], num_batches: int) -> None:
+        """Have plans know batches ahead of those that they serve, as many or half as many, or draw all of them.
+
+        Where a recording has fewer, requests come again.
+        """
+        of_one_layer = {stable_hash(one.workload.model_dump(mode="json", exclude={"layer"})): one for one in asked}
+        plans = self.raw["emulate"]["replication"]
+        possible = min(num_by_arrival(one, 2 * num_batches) for one in of_one_layer.values())
+        needed = num_batches + (-(-num_batches // 2) if plans else 0)
+        if possible < needed:
+            self.raw["workload"]["order"] = "shuffled"
+            names = ["plans"] if plans else []
+            self.assumed.append(Assumption(kind="shuffled", names=names, num_batches=(needed, possible)))
+        else:
+            window = min(possible - num_batches, num_batches)
+            self.raw["emulate"]["replication"] = [{**one, "window": window} for one in plans]
+
+    def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
+        """Ask with overlap and without, where nobody says and ranks may overlap."""
+        is_said = OVERLAP in self.sweep or "overlap" in self.raw["emulate"]
+        if not is_said and any(map(_may_overlap, asked)):
+            self.sweep = {**self.sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
+
+
+def _of_config(options: argparse.Namespace) -> _Draft:
     """A config's values and its sweep, without what ``advise`` decides by itself; its policies are no candidates."""
     _refuse(options, _FLAGS, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config.absolute(), options.overrides)
@@ -206,11 +300,11 @@ def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
         if isinstance(values, dict):
             values.pop(name, None)
     sweep = {key: values for key, values in sweep.items() if not key.startswith(_OWN)}
-    return raw, sweep, []
+    return _Draft(options.config, raw, sweep, [], is_of_flags=False)
 
 
-def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[Assumption]]:
-    """A config's values, its sweep, and what was assumed."""
+def _of_flags(options: argparse.Namespace) -> _Draft:
+    """A config of the flags of ``--model``."""
     if options.model is None:
         raise UserError("advise: expected a config, a results directory or --model; got none")
     with naming("--model"):
@@ -247,7 +341,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
     override(raw, sweep, [*given, *options.overrides])
-    return raw, sweep, assumed
+    return _Draft(Path(CONFIG_NAME), raw, sweep, assumed, is_of_flags=True)
 
 
 def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption]]:
@@ -271,62 +365,6 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption
     if is_of_decode and not decode:
         assumed.append(Assumption(kind="tokens_are_requests"))
     return found, assumed
-
-
-def _add_device(raw: dict[str, Any], sweep: dict[str, Any], asked: Sequence[Experiment]) -> Iterator[Assumption]:
-    """Put a device and links into a config that has none: measured elsewhere where tables have the layer.
-
-    Yields:
-        Why they do not.
-    """
-    raw["emulate"] = emulate = raw.get("emulate") or {}
-    system, why = f"{PREFIX}{SYSTEM}", {}
-    if "emulate.device" in sweep:
-        devices = [device for device in sweep["emulate.device"] if device != MEASURED]
-        sweep["emulate.device"], system = devices or [DEVICE], ""
-    elif (named := emulate.get("device", MEASURED)) != MEASURED:
-        system = named.partition("/")[0] if named.startswith(PREFIX) else ""
-    else:
-        emulate["device"] = system
-        try:
-            _find_rows(asked, system, of_links=False)
-        except UserError as problem:
-            emulate["device"], why["experts"] = DEVICE, str(problem)
-    if emulate.get("links") is None and "emulate.links" not in sweep:
-        sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
-        beyond_node = max(size or _NODE for size in sizes) > _NODE
-        with naming("emulate.device"):
-            emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
-        own = any(
-            one.emulate.bandwidth_scale != 1 or one.emulate.copies != "pair" for one in asked
-        )  # Of built-in links.
-        if system and not own and all(experiment.virtual_ranks > 1 for experiment in asked):
-            try:
-                _find_rows(asked, system, of_links=True)
-                emulate["links"] = system
-            except UserError as problem:
-                why["exchange"] = str(problem)
-    for words in dict.fromkeys(why.values()):
-        yield Assumption(kind="modelled", names=[part for part, one in why.items() if one == words], reason=words)
-
-
-def _set_windows(raw: dict[str, Any], asked: Sequence[Experiment], num_batches: int) -> Iterator[Assumption]:
-    """Have plans know batches ahead of those that they serve, as many where the recordings have them, or half as many.
-
-    Yields:
-        That requests come again, where a recording has fewer.
-    """
-    of_one_layer = {stable_hash(one.workload.model_dump(mode="json", exclude={"layer"})): one for one in asked}
-    plans = raw["emulate"]["replication"]
-    possible = min(num_by_arrival(one, 2 * num_batches) for one in of_one_layer.values())
-    needed = num_batches + (-(-num_batches // 2) if plans else 0)
-    if possible < needed:
-        raw["workload"]["order"] = "shuffled"
-        names = ["plans"] if plans else []
-        yield Assumption(kind="shuffled", names=names, num_batches=(needed, possible))
-    else:
-        window = min(possible - num_batches, num_batches)
-        raw["emulate"]["replication"] = [{**one, "window": window} for one in plans]
 
 
 def _find_rows(asked: Sequence[Experiment], name: str, *, of_links: bool) -> None:

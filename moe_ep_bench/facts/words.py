@@ -398,7 +398,7 @@ def fit_words(fit: Fit) -> str:
     sizes = (fit.expert_bytes, fit.other_weight_bytes, fit.cache_bytes, fit.row_bytes)
     listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in zip(names, sizes, strict=True) if size >= 5e7)
     size = fit.fitting_ep_size
-    at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
+    at = "it fits at no EP size" if size is None else f"the smallest EP size at which it fits is {size}"
     return (
         f"does not fit: {'' if fit.is_whole else 'at least '}{fit.num_bytes / 1e9:.3g} GB on each of "
         f"{fit.ep_size} ranks in {fit.dtype} ({listed}), {fit.device} has {fit.device_bytes / 1e9:.3g} GB; {at}"
@@ -434,7 +434,7 @@ def assumption_words(assumed: Assumption) -> str:
         assert assumed.num_batches is not None
         needed, possible = assumed.num_batches
         plans = ", so that plans have seen tokens that they serve" if assumed.names else ""
-        return f"assumed: requests come again, as the recording has {possible} of {needed} batches{plans}"
+        return f"assumed: requests repeat, as the recording has {possible} of the {needed} batches needed{plans}"
     if assumed.kind == "modelled":
         return f"{' and '.join(assumed.names)} modelled, not measured elsewhere: {assumed.reason}"
     assert assumed.need is not None
@@ -443,7 +443,7 @@ def assumption_words(assumed: Assumption) -> str:
 
 def counted_words(counted: int, num_layers: int) -> str:
     """How many layers of a file of counts are used; the others have none."""
-    return f"{counted} of its {num_layers} layers, as the others, dense ones for one, count nothing"
+    return f"{counted} of its {num_layers} layers; the others, such as dense ones, have no counts"
 
 
 def rest_words(rest: Rest) -> str:
@@ -474,17 +474,17 @@ def peak_words(peaks: PeakLoads) -> str:
     if not peaks.have_chance():
         return ""
     if peaks.traffic is None:
-        return f"no skew was asked for: native's fullest expert has {peaks.batches:.3g} x mean by chance"
-    mean = f"{peaks.batches:.3g} on average by popularity and chance"
-    return f"peak load {peaks.traffic:.4g} is of the traffic in the long run; native's batches have {mean}"
+        return f"no skew was asked for: by chance native's fullest expert has {peaks.batches:.3g} times the mean"
+    mean = f"{peaks.batches:.3g}, as chance adds to it"
+    return f"peak load {peaks.traffic:.4g} holds in the long run; native's batches average {mean}"
 
 
 def skew_words(layers: SkewLayers) -> str:
     """How far the layers differ that a named skew stands for."""
     least, median, greatest = layers.relief
     return (
-        f"one layer stands for {layers.num_layers}, whose fullest ranks have {least:.2f} to {greatest:.2f} "
-        f"(median {median:.2f}) times what a cut at capacity factor 1 leaves of them"
+        f"one layer stands for {layers.num_layers}: a cut at capacity factor 1 shrinks their fullest ranks by factors "
+        f"of {least:.2f} to {greatest:.2f} (median {median:.2f})"
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 from moe_ep_bench.analysis import plot as plot_module
 from moe_ep_bench.analysis import show as show_module
 from moe_ep_bench.analysis import store as store_module
-from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, samples, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.drawing import _with_legend
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.show import FORMATS, show
@@ -115,7 +115,7 @@ def test_all_directories_stand_beside_each_other_in_every_format_on_a_page_and_i
 def test_nulls_are_alike_in_every_frame() -> None:
     """NaN among numbers and None among all else, of each column of each frame."""
     store = load(READ)
-    for frame in (cases(store), comparisons(store), routing(store), timings(store), samples(store)):
+    for frame in (cases(store), comparisons(store), routing(store), timings(store)):
         for name, column in frame.items():
             nulls = [value for value in column[column.isna()] if value is not pd.NA]
             is_number = pd.api.types.is_numeric_dtype(column)

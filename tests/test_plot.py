@@ -15,11 +15,11 @@ import matplotlib.figure
 import numpy as np
 import pandas as pd
 import pytest
-from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
+from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, samples, standard_cases, write_run
 
 import plot_results
 from moe_ep_bench.analysis import lines as lines_module
-from moe_ep_bench.analysis.cases import Store, cases, load, routing, samples
+from moe_ep_bench.analysis.cases import Store, cases, load, routing
 from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.lines import lines

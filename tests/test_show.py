@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +138,7 @@ def laser(eps_high: float, c: int) -> dict[str, object]:
     return {"eps_high": eps_high, "t_fix": 0.2, "c": c, "trim": "random"}
 
 
-def short(*cases: FakeCase, width: int | None = None) -> list[str]:
+def short(*cases: FakeCase, width: float = math.inf) -> list[str]:
     rows = [{"policy": case.policy, "settings": case.settings, "role": case.role} for case in cases]
     return short_labels(pd.DataFrame(rows), width).tolist()
 

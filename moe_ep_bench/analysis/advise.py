@@ -194,17 +194,13 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
     """What to do with one comparison's traffic."""
     fit, rest, pick = about["facts"].get("fit"), about["facts"].get("rest"), _picked(rows)
     fit = fit and Fit(**fit)
-    reason = None if pick else "no_gain"
-    if pick is not None:
-        pass
-    elif native["status"] != "ok":
-        reason = "no_baseline"
-    elif fit is not None and not fit.holds():
-        reason = "does_not_fit"
-    elif about["oversubscribed"]:
-        reason = "oversubscribed"
-    elif len(rows) and not rows["speedup_is_interval"].eq(True).any():
-        reason = "few_batches"
+    reasons = {
+        "no_baseline": native["status"] != "ok",
+        "does_not_fit": fit is not None and not fit.holds(),
+        "oversubscribed": about["oversubscribed"],
+        "few_batches": len(rows) > 0 and not rows["speedup_is_interval"].eq(True).any(),
+        "no_gain": True,
+    }
     within = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median")
     return Answer(
         comparison_id=about["comparison_id"],
@@ -213,7 +209,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         scope=about["scope"],
         native=_native(native),
         pick=pick,
-        reason=reason,
+        reason=None if pick else next(name for name, holds in reasons.items() if holds),
         fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
         fit=fit,
         rest=rest,

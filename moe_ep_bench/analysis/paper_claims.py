@@ -277,9 +277,9 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
         *lost_columns(rows),
     ]
     notes = [
-        "ours: mean over draws (seeds or recorded layers) of the traffic that was chosen beforehand; range: such means "
-        "of all traffics; draws: how many, the smallest and the largest; dropped, rerouted (together missing): shares "
-        "of the top-k pairs, in %; rows with the largest disagreement come first"
+        "ours: mean over draws (seeds or recorded layers) of the traffic that was chosen beforehand; range: "
+        "smallest to largest such mean of all traffics; draws: how many, the smallest and the largest; dropped, "
+        "rerouted (together missing): shares of the top-k pairs, in %; rows with the largest disagreement come first"
     ]
     notes += [f"over topk: ours over topk, {SAME_KERNELS}, where native differs from it"] if of_topk else []
     known = rows[rows["primary"] & rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])

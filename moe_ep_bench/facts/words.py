@@ -334,7 +334,9 @@ def _expert_words(experts: ExpertFacts, num_tokens: int | None) -> str:
 def links_name(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
     """Links in a column of a table: their file and its scale, or who measured them."""
     by = links.measured_by if exchange is None else exchange.measured_by
-    return _scaled_name(links) if by is None else f"{MEASURED_ELSEWHERE} ({measured_by_words(by)})"
+    if by is not None:
+        return f"{MEASURED_ELSEWHERE} ({measured_by_words(by)})"
+    return links.name if links.bandwidth_scale == 1 else f"{links.name}, bandwidth x {links.bandwidth_scale:g}"
 
 
 def modelled_links(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
@@ -353,10 +355,6 @@ def describe_links(links: LinksFacts, exchange: ExchangeFacts | None = None) -> 
     sides = ((f"inside a node of {links.ranks_per_node}", links.intra), ("between nodes", links.inter))
     parts = [f"{where} {_link_words(link)}" for where, link in sides if link is not None]
     return f"{modelled_links(links, None)}: {'; '.join(parts)}"
-
-
-def _scaled_name(links: LinksFacts) -> str:
-    return links.name if links.bandwidth_scale == 1 else f"{links.name}, bandwidth x {links.bandwidth_scale:g}"
 
 
 def _link_words(link: LinkFacts) -> str:

@@ -194,14 +194,14 @@ def test_a_case_that_fails_in_either_run_is_in_the_status(tmp_path: Path, monkey
     config = write_config(tmp_path, **LINKS)
     for statuses in ((CASES_FAILED, OK), (OK, CASES_FAILED)):
         for name, status in zip(("_run", "_emulate"), statuses, strict=True):
-            monkeypatch.setattr(validate_module, name, lambda *_, status=status: status)
+            monkeypatch.setattr(validate_module, name, lambda *_, status=status, **__: status)
         assert validate_module.validate(config, tmp_path / "out", [], 2, margin=0.03) == CASES_FAILED
 
 
 def test_ranks_are_emulated_as_real_ones_run_whatever_the_config_says(tmp_path: Path, monkeypatch) -> None:
     wanted = {"bandwidth_scale": 2.0, "device": "h100-sxm", "replication": [{"spare_per_rank": 1}]}
     config, given = write_config(tmp_path, emulate={**LINKS["emulate"], **wanted}), list[list[str]]()
-    monkeypatch.setattr(validate_module, "_run", lambda *_: OK)
+    monkeypatch.setattr(validate_module, "_run", lambda *_, **__: OK)
     monkeypatch.setattr(validate_module, "_emulate", lambda config, out, overrides, *_: given.append(overrides) or OK)
     assert validate_module.validate(config, tmp_path / "out", [], 2, margin=0.03) == OK
     (experiment, *_) = load_experiments(config, given[0], on_cpu=True)

@@ -113,7 +113,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = describe_workload(comparison.subject)
-        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers, as" in described
+        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers; the others" in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
     assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"

@@ -269,7 +269,7 @@ class _Draft:
     def _add_windows(self, asked: Sequence[Experiment], num_batches: int) -> None:
         """Have plans know batches ahead of those that they serve, as many or half as many, or draw all of them.
 
-        Where a recording has fewer, requests come again.
+        Where a recording has fewer, requests repeat.
         """
         of_one_layer = {stable_hash(one.workload.model_dump(mode="json", exclude={"layer"})): one for one in asked}
         plans = self.raw["emulate"]["replication"]

@@ -142,6 +142,25 @@ def test_few_rows_reach_less_arithmetic() -> None:
     assert device().work_us(1e9, 0, 1) == pytest.approx(1000)
 
 
+@pytest.mark.parametrize("name", Device.names())
+def test_decode_reads_weights_and_waits_for_nothing_else(name: str) -> None:
+    """So few rows of an expert need less arithmetic than the device has: experts take their weights' time."""
+    device, model = Device.named(name), load_model("qwen3-235b-a22b")
+    weights_us = 3 * model.hidden_size * model.ffn_hidden_size * 2 / (device.reached_tbps * 1e6)
+    for rows in (1, 2, 4):
+        took_us = device.ffn_us(model.hidden_size, model.ffn_hidden_size, np.full(8, rows), PRECISIONS["bfloat16"])
+        assert took_us == pytest.approx(8 * weights_us, rel=0.05)
+
+
+def test_an_h20s_memory_beats_an_h100s_at_decode() -> None:
+    model = load_model("deepseek-v3")
+    took_us = [
+        Device.named(name).experts_us(model.hidden_size, model.ffn_hidden_size, np.full(16, 8))
+        for name in ("h20", "h100-sxm")
+    ]
+    assert took_us[0] < took_us[1]
+
+
 def test_no_work_takes_no_time() -> None:
     known = device()
     assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0

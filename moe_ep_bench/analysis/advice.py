@@ -136,6 +136,8 @@ class Answer(_Fact):
         point: swept keys with their values, where the question has several.
         pick: None = native stays, for the ``reason``.
         fastest: the fastest candidate within the bounds, where none is picked.
+        beside: of a pick that loses pairs or mass the best that loses none, else the fastest within the bounds that
+            does; None = there is none that is faster than native.
         rest: of a pass, as it was modelled.
         held_out: where batches follow each other in time.
         plans: of replicas, where batches follow each other in time.
@@ -150,6 +152,7 @@ class Answer(_Fact):
     pick: Candidate | None
     reason: Literal["no_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = None
     fastest: Candidate | None = None
+    beside: Candidate | None = None
     fit: Fit | None = None
     rest: Rest | None = None
     held_out: HeldOut | None = None
@@ -264,22 +267,33 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     what = "a pass" if answer.scope == "model" else "a layer"
     over = "" if pick.over_topk is None else f" ({pick.over_topk:.3f} times topk, {SAME_KERNELS})"
     gain = f"{what} is {pick.speedup:.3f} times as fast as native{over}, {_taken(pick.median_ms, native.median_ms)}"
-    costs = ["nothing is dropped"]
-    if costs_answers(pick.missing_share, pick.retained_mass):
-        costs = [
-            cost_words(pick.model_dump(), " of the pairs are"),
-            f"{100 * pick.retained_mass:.1f} % of the mass is kept",
-        ]
-    if pick.extra_gib_per_rank:
-        costs.append(f"{pick.extra_gib_per_rank:.3g} GiB more memory on each rank")
     yield f"Use {pick.label}: {gain} ({how})."
-    yield f"It costs: {', '.join(costs)}."
+    yield f"It costs: {_cost(pick)}."
+    other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
+    if other is not None:
+        which = "Without loss" if loses else "Within the bounds"
+        yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
+    elif loses:
+        yield "Without loss none is significantly faster than native."
     if (ours := pick.whole) is not None and (theirs := native.whole) is not None:
         end_to_end = f"{theirs.ms / ours.ms:.3f} times as fast, {_taken(ours.ms, theirs.ms)}"
         rates = f"{ours.tokens_per_s_per_rank:,.0f} in place of {theirs.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
         of = rest_words(answer.rest) if answer.rest else ""
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
+
+
+def _cost(candidate: Candidate) -> str:
+    """What a candidate drops and keeps, and the memory that it takes."""
+    costs = ["nothing is dropped"]
+    if costs_answers(candidate.missing_share, candidate.retained_mass):
+        costs = [
+            cost_words(candidate.model_dump(), " of the pairs are"),
+            f"{100 * candidate.retained_mass:.1f} % of the mass is kept",
+        ]
+    if candidate.extra_gib_per_rank:
+        costs.append(f"{candidate.extra_gib_per_rank:.3g} GiB more memory on each rank")
+    return ", ".join(costs)
 
 
 _DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}

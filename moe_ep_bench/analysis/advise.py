@@ -1,8 +1,9 @@
 """``advise``: the pick and what it costs in a few lines, then all candidates.
 
-The pick is the fastest candidate within the bounds whose verdict is ``faster`` (``statistics.judge``). Within 2 % is a
-tie; the candidate that keeps more score mass wins. Where there is none, native stays. The fastest of many is in part
-the luckiest, on the traffic that chose it: the answer says so, and gives the range of its speedup over draws or layers.
+The pick is a candidate within the bounds whose verdict is ``faster`` (``statistics.judge``): the fastest without loss,
+unless one that drops or reroutes is faster by more than 5 % and beyond its range. Within 2 % is a tie; the candidate
+that keeps more score mass wins. Where there is none, native stays. The fastest of many is in part the luckiest, on the
+traffic that chose it: the answer says so, and gives the range of its speedup over draws or layers.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL
 # What a candidate is that may not be picked, in place of its verdict.
 OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
+# By how much, and beyond its range, what costs answers must be faster than what does not.
+_WORTH = 0.05
 
 
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
         least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several; in how
         many of them the median speedup is above 1 (``num_gaining``); the median over the first half of the batches and
-        over the others (``earlier``, ``later``); ``differs_from_topk``.
+        over the others (``earlier``, ``later``); ``differs_from_topk``; ``costs``: it loses pairs or score mass.
     """
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -98,11 +101,26 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
         differs_from_topk=differs_from_topk(rows),
     )
-    allowed = rows[rows["standing"] == "faster"]
-    fastest = allowed.groupby("comparison_id")["speedup_median"].transform("max")
-    tied = allowed[allowed["speedup_median"] >= fastest / (1 + _TIE)]
-    picks = tied.sort_values(["kept", "speedup_median"], kind="stable").groupby("comparison_id")["case_id"].last()
+    rows = rows.assign(costs=costs_answers(rows["missing_share"], rows["retained_mass"]))
+    faster = rows[rows["standing"] == "faster"]
+    picks = [_best(own).name for _, own in faster.groupby("comparison_id")]
     return rows.assign(is_pick=rows.index.isin(picks))
+
+
+def _best(rows: pd.DataFrame) -> pd.Series:
+    """The pick of candidates of one comparison that are all faster."""
+    fastest, lossless = _fastest(rows), rows[~rows["costs"]]
+    if lossless.empty:
+        return fastest
+    kept = _fastest(lossless)
+    is_worth = fastest["speedup_median"] > (1 + _WORTH) * kept["speedup_median"]
+    return fastest if is_worth and fastest["speedup_low"] > kept["speedup_high"] else kept
+
+
+def _fastest(rows: pd.DataFrame) -> pd.Series:
+    """The fastest candidate; of those that tie with it the one that keeps most score mass."""
+    tied = rows[rows["speedup_median"] >= rows["speedup_median"].max() / (1 + _TIE)]
+    return tied.sort_values(["kept", "speedup_median"], kind="stable").iloc[-1]
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -211,12 +229,20 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         pick=pick,
         reason=None if pick else next(name for name, holds in reasons.items() if holds),
         fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
+        beside=_beside(rows) if pick else None,
         fit=fit,
         rest=rest,
         peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
         held_out=_held_out(rows) if about["facts"]["workload"].get("order") == "arrival" else None,
         plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
     )
+
+
+def _beside(rows: pd.DataFrame) -> Candidate | None:
+    """The best without loss beside a pick that loses, else the fastest that loses; None where none is faster."""
+    pick = rows[rows["is_pick"]].iloc[0]
+    others = rows[(rows["standing"] == "faster") & (rows["costs"] != pick["costs"])]
+    return None if others.empty else _candidate(_fastest(others))
 
 
 def _held_out(rows: pd.DataFrame) -> HeldOut | None:

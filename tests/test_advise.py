@@ -7,6 +7,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment, label_of
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.facts import Assumption
 from moe_ep_bench.facts.words import assumption_words, rest_words
+from moe_ep_bench.models import load_model
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
@@ -653,3 +656,42 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"
     assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said
+
+
+# ---- no traffic is given -------------------------------------------------------------------------------------------
+
+
+def asked_of(*flags: str) -> Any:
+    return ask(make_parser().parse_args(["advise", "--ep", "4", "--tokens", "512", *flags]), BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("model", "whose", "peaks"),
+    [
+        ("deepseek-v2-lite", "DeepSeek-V2-Lite", None),
+        ("qwen3-30b-a3b", "OLMoE-1B-7B", None),
+        ("minimax-m2.5", "OLMoE-1B-7B", None),
+        ("mixtral-8x7b", "Mixtral-8x7B", (1.0, 1.22, 1.9)),
+    ],
+)
+def test_without_a_traffic_three_are_asked_of(model: str, whose: str, peaks: Any) -> None:
+    """Balanced, typical and hard, as recorded of the model or of another, and never beyond what it can have."""
+    question = asked_of("--model", model, "--set", "emulate.links=h100-nvlink4", "--set", "emulate.device=gb200")
+    (assumed,) = [one for one in question.assumptions if one.kind == "traffics"]
+    balanced, typical, hard = assumed.peak_loads
+    spec = load_model(model)
+    assert 1 == balanced < typical < hard <= 0.75 * spec.num_experts / spec.top_k
+    assert assumed.names == [whose]
+    assert peaks is None or assumed.peak_loads == peaks
+    assert {one.experiment.workload.peak_load for one in question.comparisons} == set(assumed.peak_loads)
+    assert "say which is yours (--counts" in assumption_words(assumed)
+
+
+def test_an_answer_without_a_traffic_is_a_line_for_each(tmp_path: Path) -> None:
+    store = load(write_run(tmp_path, swept(1.0, 1.2, 1.4)))
+    question: Any = SimpleNamespace(assumptions=[Assumption(kind="traffics", names=["X"], peak_loads=(1.0, 2.0, 3.0))])
+    text = advice_text(store, BOUNDS, question)
+    assert text.count("candidate  ") == 0, "no table"
+    answers = [line for line in text.splitlines() if line.startswith("At peak load")]
+    assert [line.split(":")[1].split()[0] for line in answers] == ["Keep", "Use", "Use"]
+    assert "no traffic was given: assumed: balanced traffic, typical (peak load 2) and hard (peak load 3)" in text

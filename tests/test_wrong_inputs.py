@@ -220,7 +220,6 @@ COMMANDS = {
     f"{QWEN} --peak-load 4 --set emulate.device=h1000": "emulate.device: expected a path of a .yaml or one of a100",
     f"{QWEN} --peak-load 2 --trace no": "--trace, --peak-load: expected one of them",
     f"{QWEN} --peak-load 2 --batch-peak-load 2": "--peak-load, --batch-peak-load: expected one of them",
-    QWEN: "--trace, --counts, --peak-load: expected one, which says how busy experts are; got none",
     "advise CONFIG --ep 4": "--ep: expected none with a config",
     "advise CONFIG --device h20": "--device: expected none with a config",
     f"{QWEN} --peak-load 4 --device h1000": "--device: emulate.device: expected a path of a .yaml or one of a100",

@@ -183,6 +183,11 @@ class Advice(_Fact):
     assumptions: list[Assumption]
     notes: list[str]
 
+    @property
+    def has_assumed_traffic(self) -> bool:
+        """Whether no traffic was given, so that each answer is a line."""
+        return any(one.kind == "traffics" for one in self.assumptions)
+
     def name_of(self, answer: Answer) -> str:
         """One of several answers: its place in the sweep, or its title; empty where there is no other."""
         return "" if len(self.answers) == 1 else point_words(answer.point) or answer.title
@@ -210,7 +215,8 @@ def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
     for answer in advice.answers:
-        lines, name = "\n".join(_answer_lines(answer)), advice.name_of(answer)
+        lines = list(_answer_lines(answer))[: 1 if advice.has_assumed_traffic else None]
+        lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
     blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
     return blocks

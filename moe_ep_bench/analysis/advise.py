@@ -173,7 +173,7 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
 
 def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     rows, tables = candidates(store, bounds), []
-    for answer in advice.answers:
+    for answer in () if advice.has_assumed_traffic else advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}")] if len(own) else []
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))

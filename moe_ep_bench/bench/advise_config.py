@@ -30,7 +30,7 @@ from moe_ep_bench.facts import Assumption, Need
 from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.workload.targets import counted_layers
+from moe_ep_bench.workload.targets import Skews, counted_layers
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -50,10 +50,13 @@ MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, SYSTEM, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", "h100_sxm", 2048, 128
 _NODE = 8
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
-DRAWS = 5
+DRAWS, _FEW_DRAWS = 5, 2
 # With fewer batches in all there are no intervals (``timing.statistics.MIN_BATCHES``); and of one draw or layer, whose
 # batches are alike: with fewer, replicas would be planned by too few tokens.
 _BATCHES, _BATCHES_OF_A_DRAW = 10, 4
+# Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
+_STAND_IN, _REACHED = "olmoe-1b-7b", 0.75
+_NATIVE = [{"name": "topk"}]
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
 
@@ -120,7 +123,10 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
     """
     with _naming_flags(options):
         draft = _of_flags(options) if options.config is None else _of_config(options)
-        asked = draft.experiments(policies=[{"name": "topk"}])
+        asked = draft.experiments(policies=_NATIVE)
+        if draft.is_of_flags and not any(_is_skewed(experiment.workload) for experiment in asked):
+            draft.sweep_traffic(asked[0])
+            asked = draft.experiments(policies=_NATIVE)
         draft.note_traffic(asked)
         draft.add_device(asked)
         left_out = draft.add_candidates(asked, bounds)
@@ -191,18 +197,25 @@ class _Draft:
         """The config as it stands, some sections replaced."""
         return experiments_of(self.where, *copy.deepcopy(({**self.raw, **values}, self.sweep)))
 
-    def note_traffic(self, asked: Sequence[Experiment]) -> None:
-        """Note where the traffic has no skew, or counted layers stand for others.
+    def sweep_traffic(self, asked: Experiment) -> None:
+        """Ask of balanced, typical and hard traffic, as recorded of the model or of one that stands in for it."""
+        preset = asked.model.preset
+        skews = Skews.named(preset if preset in Skews.names() else _STAND_IN).by_name()
+        of = skews["mixed"].of or (asked.model.spec().name if preset in Skews.names() else load_model(_STAND_IN).name)
+        spec = asked.model.spec()
+        most = _REACHED * spec.num_experts / spec.top_k
+        peaks = (1.0, *(round(min(skews[name].peak_load, most), 2) for name in ("mixed", "worst_layer")))
+        self.sweep = {**self.sweep, "workload.peak_load": list(dict.fromkeys(peaks))}
+        self.assumed.append(Assumption(kind="traffics", names=[of], peak_loads=peaks))
 
-        Raises:
-            UserError: flags say nothing of a skew.
-        """
+    @property
+    def has_assumed_traffic(self) -> bool:
+        return any(one.kind == "traffics" for one in self.assumed)
+
+    def note_traffic(self, asked: Sequence[Experiment]) -> None:
+        """Note where the traffic has no skew, or counted layers stand for others."""
         workloads = [experiment.workload for experiment in asked]
         if not any(map(_is_skewed, workloads)):
-            if self.is_of_flags:
-                raise UserError(
-                    "--trace, --counts, --peak-load: expected one, which says how busy experts are; got none"
-                )
             self.assumed.append(Assumption(kind="no_skew"))
         counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
         for path in sorted(counted):
@@ -257,9 +270,9 @@ class _Draft:
         workloads = [experiment.workload for experiment in asked]
         num_joined = len({workload.layer for workload in workloads})
         if "workload.seed" not in self.sweep and any(map(_is_drawn, asked)):
-            num_joined, seed = DRAWS, workloads[0].seed
+            num_joined, seed = _FEW_DRAWS if self.has_assumed_traffic else DRAWS, workloads[0].seed
             # First, so that points of one draw, which share its random numbers, follow each other.
-            self.sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **self.sweep}
+            self.sweep = {"workload.seed": [seed + number for number in range(num_joined)], **self.sweep}
         workload = self.raw["workload"]
         fewest = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined)) if self.is_of_flags else _BATCHES
         workload["num_batches"] = num_batches = max(workload.get("num_batches", 0), fewest)
@@ -286,6 +299,7 @@ class _Draft:
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
         """Ask with overlap and without, where nobody says and ranks may overlap."""
         is_said = OVERLAP in self.sweep or "overlap" in self.raw["emulate"]
+        is_said |= self.has_assumed_traffic  # whose answers are a line each
         if not is_said and any(map(_may_overlap, asked)):
             self.sweep = {**self.sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
 

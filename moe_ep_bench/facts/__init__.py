@@ -478,7 +478,9 @@ class Assumption(JsonRecord):
     """What ``advise`` assumes or leaves out (``words.assumption_words`` says it).
 
     Attributes:
-        names: the file that counts experts, what is modelled, or candidates that are left out.
+        names: the file that counts experts, what is modelled, candidates that are left out, or whose recorded
+            traffics stand in.
+        peak_loads: of balanced, typical and hard traffic, where none was given.
         num_layers: that the file counts, and that it has.
         num_batches: that plans and those whom they serve need, and that a recording has by arrival.
         need: what the candidates lack here.
@@ -487,6 +489,7 @@ class Assumption(JsonRecord):
 
     kind: Literal[
         "no_skew",
+        "traffics",
         "counted_layers",
         "topk_share",
         "decode_as_prompts",
@@ -496,6 +499,7 @@ class Assumption(JsonRecord):
         "shuffled",
     ]
     names: list[str] = []
+    peak_loads: tuple[float, ...] = ()
     num_layers: tuple[int, int] | None = None
     num_batches: tuple[int, int] | None = None
     topk_share: float | None = None

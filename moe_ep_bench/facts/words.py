@@ -418,6 +418,11 @@ def assumption_words(assumed: Assumption) -> str:
     names = ", ".join(assumed.names)
     if assumed.kind == "no_skew":
         return "assumed: traffic without skew, as the config sets none (sweep workload.peak_load)"
+    if assumed.kind == "traffics":
+        _, typical, hard = assumed.peak_loads
+        known = f"balanced traffic, typical (peak load {typical:g}) and hard (peak load {hard:g})"
+        yours = "your server's counts of experts say which is yours (--counts, docs/servers.md)"
+        return f"no traffic was given: assumed: {known}, as recorded of {names}; {yours}"
     if assumed.kind == "counted_layers":
         assert assumed.num_layers is not None
         return f"{names}: {counted_words(*assumed.num_layers)}"

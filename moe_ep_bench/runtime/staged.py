@@ -113,7 +113,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._staged(of_ranks, outputs, lambda read, written: self._gloo.reduce_scatter(written, [read], opts))
 
     def alltoall(self, outputs: list[Tensor], sent: list[Tensor], opts: Any = None) -> dist.Work:
-        """gloo has none of lists: each rank broadcasts its tensors' sizes by their order."""
+        """gloo has none of lists: they go as one tensor, split by their sizes."""
         output_splits, input_splits = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in sent]
 
         def act(read: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
@@ -122,7 +122,7 @@ class StagedGroup(dist.ProcessGroup):
             self._gloo.alltoall_base(received, flat, output_splits, input_splits, dist.AllToAllOptions()).wait()
             for tensor, part in zip(written, received.split(output_splits), strict=True):
                 tensor.copy_(part.view_as(tensor))
-            return self._gloo.barrier(dist.BarrierOptions())
+            return self._gloo.barrier(dist.BarrierOptions())  # a work to wait for; the exchange itself is done
 
         return self._staged(sent, outputs, act)
 

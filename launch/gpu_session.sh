@@ -80,7 +80,9 @@ virtual() {
 
 waiting='import sys; from pathlib import Path; import pandas as pd
 for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
-    rows = pd.read_parquet(path).query("phase == \"total\" and kind == \"plain\"")
+    rows = pd.read_parquet(path)
+    if "time_us" not in rows: continue  # ranks that shared a device were not timed
+    rows = rows.query("phase == \"total\" and kind == \"plain\"")
     columns = ["time_us", "host_us", "host_busy_us", "sm_clock_mhz"]
     case = (rows["policy"] + " " + rows["policy_params"]).str.slice(0, 60)
     print(*path.parts[-3::2], rows.groupby(case)[columns].median().round(1).to_string(), sep="\n")'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts.words import describe_workload
+from moe_ep_bench.workload import targets
 from moe_ep_bench.workload.targets import read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
@@ -70,18 +72,44 @@ def test_files_of_other_programs_give_the_same(form: str, tmp_path: Path) -> Non
     assert np.array_equal(read_counts(FILES[form](tmp_path)), COUNTS[1:])
 
 
+def claims_too_much(folder: Path) -> Path:
+    """An array whose header says 2^50 numbers."""
+    npy = folder / "counts.npy"
+    np.save(npy, np.zeros((2, 2)))
+    content = npy.read_bytes().replace(b"(2, 2)", b"(%d, 4)" % 2**48)
+    with zipfile.ZipFile(folder / "counts.npz", "w") as archive:
+        archive.writestr("counts.npy", content)
+    return folder / "counts.npz"
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
         (lambda folder: as_npz(folder, a=[1], b=[2]), "expected an array logical_count, or one alone; got a, b"),
-        (lambda folder: as_npz(folder, a=np.array([{}], dtype=object)), "no npz of numbers: Object arrays cannot be"),
+        (lambda folder: as_npz(folder, a=np.array([{}], dtype=object)), "no npz of numbers"),
         (lambda folder: as_csv(folder, ""), "no CSV with a header"),
+        (
+            lambda folder: as_csv(folder, "layer,expert,count\n99999999999,0,1\n"),
+            "layer: expected whole numbers from 0",
+        ),
+        (lambda folder: as_csv(folder, "layer,expert,count\n-1,0,1\n"), "layer: expected whole numbers from 0 to 8192"),
+        (lambda folder: as_csv(folder, "layer,expert,count\n0,x,1\n"), "expert: expected whole numbers"),
+        (lambda folder: as_csv(folder, "layer,expert,count\n0,0,many\n"), "count: expected numbers"),
+        (lambda folder: as_csv(folder, "layer,expert,count\n"), "layer: expected whole numbers"),
+        (claims_too_much, "no npz of numbers"),
         (lambda folder: as_csv(folder, "a,b\n1,x\n"), "expected logical_count, a number from 0 by layer and expert"),
     ],
 )
 def test_a_file_that_holds_no_counts_is_one_line_and_nothing_in_it_is_run(make: Any, expected: str, tmp_path) -> None:
     with pytest.raises(UserError, match=re.escape(expected)):
         read_counts(make(tmp_path))
+
+
+def test_an_array_of_many_bytes_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_MOST_BYTES", 1000)
+    assert read_counts(as_npz(tmp_path, a=COUNTS)).shape == (2, 4)
+    with pytest.raises(UserError, match="a: expected at most 0 MiB of counts"):
+        read_counts(as_npz(tmp_path, a=np.ones((100, 100))))
 
 
 @pytest.mark.parametrize("form", FORMS)

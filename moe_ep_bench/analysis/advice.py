@@ -14,7 +14,7 @@ from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.analysis.store import read_document
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest
+from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, has_assumed_traffic
 from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, peak_words, rest_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
@@ -183,11 +183,6 @@ class Advice(_Fact):
     assumptions: list[Assumption]
     notes: list[str]
 
-    @property
-    def has_assumed_traffic(self) -> bool:
-        """Whether no traffic was given, so that each answer is a line."""
-        return any(one.kind == "traffics" for one in self.assumptions)
-
     def name_of(self, answer: Answer) -> str:
         """One of several answers: its place in the sweep, or its title; empty where there is no other."""
         return "" if len(self.answers) == 1 else point_words(answer.point) or answer.title
@@ -215,7 +210,7 @@ def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
     for answer in advice.answers:
-        lines = list(_answer_lines(answer))[: 1 if advice.has_assumed_traffic else None]
+        lines = list(_answer_lines(answer))[: 1 if has_assumed_traffic(advice.assumptions) else None]
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
     blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"

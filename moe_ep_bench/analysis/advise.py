@@ -48,7 +48,7 @@ from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.analysis.tables import View, table_of
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import NOT_EXECUTED, PeakLoads, Workload
+from moe_ep_bench.facts import NOT_EXECUTED, PeakLoads, Workload, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
@@ -173,7 +173,7 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None) 
 
 def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     rows, tables = candidates(store, bounds), []
-    for answer in () if advice.has_assumed_traffic else advice.answers:
+    for answer in () if has_assumed_traffic(advice.assumptions) else advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}")] if len(own) else []
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))

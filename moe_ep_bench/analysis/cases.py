@@ -170,6 +170,7 @@ def _cases(store: Directory) -> pd.DataFrame:
 def _rehearsed(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """What is known of cases that ran and were not timed; the worst of ranks and launches."""
     by_case = store.rehearsal.groupby("case")
+    phases = by_case["phases"].agg(_in_all)
     memory = {
         place: max(rank.peak_memory_bytes or 0 for launch in one.conditions.values() for rank in launch.ranks) / 2**30
         for place, one in enumerate(store.comparisons)
@@ -178,18 +179,18 @@ def _rehearsed(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "num_iterations": by_case["num_iterations"].min(),
-            "phases_ran": by_case["phases"].agg(lambda phases: ", ".join(_in_all(phases))),
-            "num_phases": by_case["phases"].agg(lambda phases: len(_in_all(phases))),
-            "lost_attempts": by_case["lost_attempts"].agg(lambda reasons: "; ".join(reasons.iloc[0]) or None),
+            "phases_ran": phases.map(", ".join),
+            "num_phases": phases.map(len),
+            "lost_attempts": by_case["lost_attempts"].agg(lambda reasons: "; ".join(_in_all(reasons[:1])) or None),
             "reference_error": store.routing.groupby("case")["reference_error"].max(),
             "peak_memory_gib": store.cases["comparison"].map(memory),
         }
     ).reindex(rows.index)
 
 
-def _in_all(lists: Iterable[Sequence[str]]) -> list[str]:
+def _in_all(lists: Iterable[Sequence[str] | None]) -> list[str]:
     """What stands in each of several lists, in the order of the first."""
-    first, *others = lists
+    first, *others = (() if words is None else tuple(words) for words in lists)  # null where others wrote them
     return [one for one in first if all(one in other for other in others)]
 
 
@@ -424,10 +425,10 @@ def point_words(point: Mapping[str, Any]) -> str:
 
 def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
-    is_timed = isinstance(facts, TimedFacts)
+    ran_layers = isinstance(facts, TimedFacts)
     workload = getattr(facts, "workload", None)
-    device = is_timed and facts.device and device_name(facts.device, facts.expert_rows)
-    of_links = (facts.links, facts.exchange) if is_timed and facts.links else None
+    device = ran_layers and facts.device and device_name(facts.device, facts.expert_rows)
+    of_links = (facts.links, facts.exchange) if ran_layers and facts.links else None
     return {
         **values_of("", one, COMPARISON),
         **values_of("", facts, _FACTS),
@@ -442,9 +443,9 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "origin": origin_of(run, facts),
         "workload": workload and workload.kind,
         "peak_load": workload and workload.targets.get("peak_load"),
-        "device": device or (run.environment.device_name if is_timed else None),
+        "device": device or (run.environment.device_name if ran_layers else None),
         "links": of_links and links_name(*of_links),
-        "point": json.dumps(facts.point if is_timed else {}, sort_keys=True),
+        "point": json.dumps(facts.point if ran_layers else {}, sort_keys=True),
         "how": how_words(run, facts),
         "ran_on": ran_on_words(run, facts),
         "ran_on_short": ran_on_words(run, facts, in_short=True),

@@ -26,7 +26,7 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Assumption, Need
+from moe_ep_bench.facts import Assumption, Need, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -208,10 +208,6 @@ class _Draft:
         self.sweep = {**self.sweep, "workload.peak_load": list(dict.fromkeys(peaks))}
         self.assumed.append(Assumption(kind="traffics", names=[of], peak_loads=peaks))
 
-    @property
-    def has_assumed_traffic(self) -> bool:
-        return any(one.kind == "traffics" for one in self.assumed)
-
     def note_traffic(self, asked: Sequence[Experiment]) -> None:
         """Note where the traffic has no skew, or counted layers stand for others."""
         workloads = [experiment.workload for experiment in asked]
@@ -270,7 +266,7 @@ class _Draft:
         workloads = [experiment.workload for experiment in asked]
         num_joined = len({workload.layer for workload in workloads})
         if "workload.seed" not in self.sweep and any(map(_is_drawn, asked)):
-            num_joined, seed = _FEW_DRAWS if self.has_assumed_traffic else DRAWS, workloads[0].seed
+            num_joined, seed = _FEW_DRAWS if has_assumed_traffic(self.assumed) else DRAWS, workloads[0].seed
             # First, so that points of one draw, which share its random numbers, follow each other.
             self.sweep = {"workload.seed": [seed + number for number in range(num_joined)], **self.sweep}
         workload = self.raw["workload"]
@@ -299,7 +295,7 @@ class _Draft:
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
         """Ask with overlap and without, where nobody says and ranks may overlap."""
         is_said = OVERLAP in self.sweep or "overlap" in self.raw["emulate"]
-        is_said |= self.has_assumed_traffic  # whose answers are a line each
+        is_said |= has_assumed_traffic(self.assumed)  # whose answers are a line each
         if not is_said and any(map(_may_overlap, asked)):
             self.sweep = {**self.sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
 

@@ -10,8 +10,7 @@ A *point* measures an MoE layer or a whole model, or routes for a layer:
 Whatever the backend, the same config gives the same cases on the same batches. A *case* is one policy, or one of the
 references beside it.
 
-Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences, L = layers, F =
-numbers of spare slots.
+Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences, L = layers, F = spare slots.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Shapes: R = expert-parallel ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -506,6 +506,11 @@ class Assumption(JsonRecord):
     scores_are_assumed: bool = False
     need: Need | None = None
     reason: str = ""
+
+
+def has_assumed_traffic(assumptions: Iterable[Assumption]) -> bool:
+    """Whether no traffic was given, so that an answer is a line for each of several."""
+    return any(one.kind == "traffics" for one in assumptions)
 
 
 # ---- conditions ------------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ class Recorder:
         self.is_open = True
         self._num_bytes = 0
         self._began_s = self.clock()
-        self._arrival_s: dict[int, float] = {}
+        self._arrival_s: list[float] = []  # by sequence
         self._requests: defaultdict[str, int] = defaultdict(itertools.count().__next__)
         self._step: dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]] = {}
         self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Any]] = []
@@ -249,8 +249,7 @@ class Recorder:
             return
         sequence_T = np.array([self._requests[name] for name in request_T], np.int64)
         now_s = self.clock() - self._began_s
-        for sequence in np.unique(sequence_T).tolist():
-            self._arrival_s.setdefault(sequence, now_s)
+        self._arrival_s += [now_s] * (int(sequence_T.max(initial=-1)) + 1 - len(self._arrival_s))  # of new ones
         self._steps.append((sequence_T, position_T, is_prompt_T, step))
         self._num_bytes += sum(full_TE.nbytes + ids_TK.nbytes for full_TE, ids_TK in step.values())
         if self._num_bytes >= self.most_bytes:
@@ -275,7 +274,7 @@ class Recorder:
         with written_trace(path, self.directory) as writer:
             self.layers[0].describe(writer, phase=phase, domain="requests of a server", **self.facts)
             writer.notes += self.notes
-            for sequence, seconds in self._arrival_s.items():
+            for sequence, seconds in enumerate(self._arrival_s):
                 writer.add_arrival(sequence, seconds)
             for kept_T, (sequence_T, position_T, _, step) in zip(asked, self._steps, strict=True):
                 for place, (full_TE, ids_TK) in step.items():

@@ -12,10 +12,10 @@ tie. Scores below the top-k come from a tail model (``tail``), or from the recor
   prefill may be replayed as decoding.
 
 **Order.** By ``arrival`` requests come as they were recorded (in the order of their times, where these are), and none
-comes twice: a request that a batch cuts goes on
-in the next one, as chunked prefill has it. So batches are windows in time, and those with negative numbers came ahead
-of batch 0: plans may know them (``placement``). ``shuffled`` draws sequences without putting back, every one of a
-recording once before any comes again, and batches share tokens where the recording is short.
+comes twice: a request that a batch cuts goes on in the next one, as chunked prefill has it. So batches are windows in
+time, and those with negative numbers came ahead of batch 0: plans may know them (``placement``). ``shuffled`` draws
+sequences without putting back, every one of a recording once before any comes again, and batches share tokens where the
+recording is short.
 
 Where several recordings are mixed, all have the same share of the tokens, and the popularity of an expert is that in
 the mixture; or they follow each other (``mix: sequence``), so that traffic shifts. Mixed evenly,
@@ -27,8 +27,8 @@ the mixture; or they follow each other (``mix: sequence``), so that traffic shif
 * decode: recordings have equally many of the B slots, the first named one more where B does not divide, and a slot
   stays with its recording.
 
-Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences, L =
-recorded layers.
+Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences,
+L = recorded layers.
 """
 
 from __future__ import annotations

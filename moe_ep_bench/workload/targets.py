@@ -24,6 +24,7 @@ Shapes: L = layers, E = experts.
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -170,6 +171,8 @@ def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 COUNT = "logical_count"
+# Of a file of counts: its bytes, and the number of a layer or an expert.
+_MOST_BYTES, _MOST_NUMBER = 2**28, 2**13
 CONVERT = (
     "python -c \"import sys, json, torch; d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
     "json.dump({'logical_count': d['logical_count'].tolist()}, open(sys.argv[2], 'w'))\" dump.pt counts.json"
@@ -211,14 +214,23 @@ def _all_counts(path: Path) -> NDArray[np.float64]:
 
 
 def _array_of(path: Path) -> NDArray[Any]:
-    """The array of an npz: ``COUNT``, or the only one. Nothing in it is run."""
+    """The array of an npz: ``COUNT``, or the only one. Nothing in it is run, whatever it claims to hold."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            name = COUNT if COUNT in arrays.files else arrays.files[0] if len(arrays.files) == 1 else None
+        with zipfile.ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            name = COUNT if COUNT in names else names[0] if len(names) == 1 else None
             if name is None:
-                raise UserError(f"{path}: expected an array {COUNT}, or one alone; got {', '.join(arrays.files)}")
-            return arrays[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as problem:
+                raise UserError(f"{path}: expected an array {COUNT}, or one alone; got {', '.join(names)}")
+            with archive.open(f"{name}.npy") as member:
+                content = member.read(_MOST_BYTES + 1)
+        # numpy makes room for what the header says; of a memory map it asks the file.
+        if len(content) > _MOST_BYTES:
+            raise UserError(f"{path}: {name}: expected at most {_MOST_BYTES // 2**20} MiB of counts")
+        with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+            file.write(content)
+            file.flush()
+            return np.array(np.load(file.name, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as problem:
         if isinstance(problem, UserError):
             raise
         raise UserError(f"{path}: no npz of numbers: {brief(problem, 100, quoted=False)}") from None
@@ -227,14 +239,20 @@ def _array_of(path: Path) -> NDArray[Any]:
 def _table_of(path: Path) -> NDArray[np.float64]:
     """Counts of a CSV with a header: ``layer, expert, count``, or a row of each layer and a column of each expert."""
     import pandas as pd
+    from pandas.api.types import is_integer_dtype, is_numeric_dtype
 
     try:
         rows = pd.read_csv(path, skipinitialspace=True)
     except ValueError as problem:
         raise UserError(f"{path}: no CSV with a header: {brief(problem, 100, quoted=False)}") from None
     if {"layer", "expert", "count"} <= set(rows):
+        for name in ("layer", "expert"):
+            if not is_integer_dtype(rows[name]) or not rows[name].between(0, _MOST_NUMBER).all():
+                raise UserError(f"{path}: {name}: expected whole numbers from 0 to {_MOST_NUMBER}")
+        if not is_numeric_dtype(rows["count"]):
+            raise UserError(f"{path}: count: expected numbers")
         rows = rows.pivot_table(index="layer", columns="expert", values="count", aggfunc="sum", fill_value=0)
-        whole = [range(int(labels.max()) + 1) for labels in (rows.index, rows.columns)]
+        whole = [range(labels.max() + 1) for labels in (rows.index, rows.columns)]
         return rows.reindex(index=whole[0], columns=whole[1], fill_value=0).to_numpy()
     return rows.drop(columns="layer", errors="ignore").to_numpy()
 

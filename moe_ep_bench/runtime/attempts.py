@@ -43,6 +43,7 @@ PEER_LOST = "peer lost"
 _SILENT = "failed: ended without a word (killed, or out of memory)"
 _NUM_BYTES = 600
 _NO_NEWS = 0.05  # of the time that nothing may move: how much shorter it may be
+_GRACE_S = 10.0  # in which the thread of a process that is no rank may end it first, however busy the machine is
 
 
 class Guard:
@@ -85,7 +86,7 @@ class Guard:
     def feed(self) -> None:
         """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
         if time.monotonic() - self._fed > _NO_NEWS * self._timeout_s:
-            limit_s = self._timeout_s * (1 if self._is_rank else 1 + _NO_NEWS)  # Where Python is stuck, no thread runs.
+            limit_s = self._timeout_s + (0 if self._is_rank else _GRACE_S)  # Where Python is stuck, no thread runs.
             self._fed = time.monotonic()
             faulthandler.dump_traceback_later(limit_s, exit=True, file=self._file)
 

@@ -23,12 +23,14 @@ from results_builder import (
 )
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.columns import JSON_VERSION, escape_latex, escape_markdown, render, short_labels
+from moe_ep_bench.analysis.columns import COLUMNS, JSON_VERSION, escape_latex, escape_markdown, render, short_labels
+from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.notes import _beyond, native_differs, notes, warnings
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.analysis.tables import VIEWS, table_of
+from moe_ep_bench.analysis.tables import VIEWS, table_of, tables
 from moe_ep_bench.cli import main
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
@@ -378,10 +380,95 @@ def test_latex_and_markdown_keep_their_columns_whatever_a_label_holds(directory,
     (row,) = (line for line in latex.splitlines() if line.startswith(escape_latex(f"oea k0={NASTY}")))
     (alignment,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
     assert len(re.findall(r"(?<!\\)&", row)) + 1 == len(alignment)
-    assert "% speedup: slowest rank's layer time" in latex
     (row,) = (line for line in markdown.splitlines() if line.startswith(f"| {escape_markdown(f'oea k0={NASTY}')}"))
     rule = next(line for line in markdown.splitlines() if line.startswith("| ---"))
     assert len(re.findall(r"(?<!\\)\|", row)) == rule.count("|")
+
+
+def test_a_latex_table_has_a_caption_of_one_sentence_and_all_else_as_notes(directory, capsys):
+    latex = shown(capsys, directory, "--format", "latex")
+    assert re.findall(r"\\caption\{(.*)\}", latex) == ["Tiny-MoE, EP 2, 4,096 tokens."]
+    for rule in ("toprule", "midrule", "bottomrule"):
+        assert latex.count(f"\\{rule}") == 1
+    below = latex.partition(r"\end{tabular}")[2].partition(r"\begin{minipage}{\linewidth}")[2]
+    notes, _, end = below.partition(r"\end{minipage}")
+    assert end.split() == [r"\end{table}"]
+    first, *others = notes.strip().removeprefix(r"\footnotesize").strip().split("\n\n")
+    assert first.startswith("Measured, ")
+    assert "bfloat16, true sizes." in first
+    assert "Lynx: oom: too large." in others
+    assert any(line.startswith("Speedup: slowest rank's layer time") for line in others)
+    assert not [line for line in latex.splitlines() if line.startswith("%")][1:], "no note is a comment"
+
+
+def test_columns_that_are_asked_for_stand_in_their_order_in_every_format(directory, capsys):
+    asked = ["label", "speedup_low", "median_ms", "num_experts", "backend"]
+    headers = ["policy", "speedup low", "layer ms", "num experts", "backend"]
+    frame = cases(load(directory)).query("status == 'ok'")
+    text, markdown, latex = (
+        shown(capsys, directory, "--columns", ",".join(asked), "--format", to) for to in ("text", "md", "latex")
+    )
+    lines = text.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("policy "))
+    assert re.split(r"\s{2,}", lines[header]) == headers
+    drop = next(re.split(r"\s{2,}", line) for line in lines if line.startswith(DROP))
+    (row,) = frame.query("label == @DROP").to_dict("records")
+    assert drop == [DROP, f"{row['speedup_low']:.4g}", f"{row['median_ms']:.3f}", "8", "nccl"]
+    assert f"| {' | '.join(headers)} |" in markdown.splitlines()
+    assert f"{' & '.join(headers)} \\\\" in latex.splitlines()
+    assert "lynx: oom: too large" in text, "what was not measured is said whatever the columns"
+    rows = pd.read_csv(io.StringIO(shown(capsys, directory, "--columns", ",".join(asked), "--format", "csv")))
+    assert list(rows) == asked
+    content = json.loads(shown(capsys, directory, "--columns", "label,median_ms", "--format", "json"))
+    assert {tuple(row) for row in content["rows"]} == {("label", "median_ms")}
+    one = shown(capsys, directory, "--columns", "median_ms", "--format", "md")
+    assert "| layer ms |" in one.splitlines(), "a single column is a table too"
+
+
+def test_columns_of_another_view_and_an_interval_are_shown_as_the_view_shows_them(directory, capsys):
+    text = shown(capsys, directory, "--view", "ranks", "--columns", "rank,experts_ms")
+    assert any(re.split(r"\s{2,}", line) == ["rank", "experts ms"] for line in text.splitlines())
+    whole = shown(capsys, directory, "--format", "md")
+    cell = next(line for line in whole.splitlines() if line.startswith("| token")).split("|")[3].strip()
+    few = shown(capsys, directory, "--format", "md", "--columns", "label,speedup_median")
+    assert next(line for line in few.splitlines() if line.startswith("| token")).split("|")[2].strip() == cell
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--columns", "label,median_m"], "--columns: got 'median_m' (did you mean median_ms?); expected some of "),
+        (["--columns", "facts"], "--columns: got 'facts'"),
+        (["--columns", "rank", "--format", "csv"], "--columns: got 'rank' (did you mean rank_imbalance?); expected "),
+        (["--columns", "label", "--format", "html"], "--columns: goes with --format text, md, latex, csv, json; got "),
+    ],
+)
+def test_columns_that_are_unknown_are_one_line_with_the_known_ones(directory, capsys, arguments, line):
+    assert main(["show", str(directory), *arguments]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"moe-ep-bench: {line}")
+    names = said.partition("expected some of ")[2].split(", ")
+    assert (len(names) > 50) == ("html" not in arguments)
+    assert names[-1] in {*cases(load(directory)), ""}, "all are listed"
+
+
+@pytest.mark.parametrize("of_whole", [False, True], ids=["layer", "model"])
+def test_the_table_of_phases_and_its_figure_give_one_total(tmp_path, of_whole):
+    if of_whole:
+        write_whole(tmp_path, standard_cases(), of_layers=9)
+    else:
+        run_of(tmp_path, num_ranks=4, noise=0.05)
+    store = load(tmp_path)
+    (table,) = tables(store, ["phases"])
+    of_table = {row["label"]: COLUMNS["phases_ms"].shown(row) for row in table.rows}
+    assert "all phases ms" in [column.title for column in table.columns]
+    with house_style():
+        drawing = draw(FIGURES["phases"], store)
+    bars = [text.get_text().split("\n")[0] for text in drawing.figure.axes[0].get_yticklabels()]
+    beside = sorted(drawing.figure.axes[0].texts, key=lambda text: text.xy[1])
+    assert len(bars) == len(of_table)
+    named = drawing.rows.drop_duplicates("label")["label"]
+    assert [text.get_text() for text in beside] == [of_table[label] for label in named]
 
 
 def test_programs_get_every_column_unrounded_and_json_is_the_csvs_rows(directory, capsys):

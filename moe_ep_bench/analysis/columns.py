@@ -110,6 +110,11 @@ def percentage(name: str, header: str, form: str | Callable[[float], str] = "{:.
     return Column(name, header, "%", form, 100, **more)
 
 
+def plain(value: float) -> str:
+    """A number of a column without a form: whole, or with four digits."""
+    return f"{value:.0f}" if value == round(value) else f"{value:.4g}"
+
+
 def times(name: str, header: str) -> Column:
     """A time in milliseconds."""
     return Column(name, header, "ms", milliseconds, better="lower")
@@ -282,7 +287,8 @@ COLUMNS = {
         Column("sent_node_copies", "node copies", form="{:.2f}", better="lower"),
         # Where time goes.
         text("breakdown_slowest_phase", "slowest phase"),
-        times("breakdown_layer_ms", "layer, probed"),
+        times("breakdown_layer_ms", "slowest rank, probed"),
+        times("phases_ms", "all phases"),
         *(times(f"{part}_ms", part) for part in _PARTS),
         *(Column(f"{phase}_us", phase.replace("_", " "), "us", "{:.1f}", better="lower") for phase in LAYER_PHASES),
         percentage("breakdown_unaccounted_share", "unaccounted"),
@@ -302,6 +308,18 @@ COLUMNS = {
         Column("load_over_mean", "load", "x mean", "{:.2f}"),
     )
 }
+
+
+def column_of(name: str, values: pd.Series | None = None) -> Column:
+    """The column of a name; one without a row in ``COLUMNS`` is called by its name in words.
+
+    Args:
+        values: of the frame, which say whether such a column has numbers; None = it has.
+    """
+    if name in COLUMNS:
+        return COLUMNS[name]
+    has_numbers = values is None or (pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values))
+    return Column(name, name.replace("_", " "), form=plain if has_numbers else None)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -329,8 +347,10 @@ class Table:
     """A frame with what people read of it.
 
     Attributes:
+        title: what the numbers are of; LaTeX's caption.
+        notes: lines that are needed to read the numbers.
         instead: the name of a column whose text, where it is not empty, makes a row a line below the table.
-        notes: lines that are needed to read the numbers; in LaTeX they are comments.
+        about: how, and on what, they came about: behind the title, in LaTeX the first of the notes.
     """
 
     frame: pd.DataFrame
@@ -338,6 +358,11 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     instead: str | None = None
+    about: str = ""
+
+    @property
+    def heading(self) -> str:
+        return ": ".join(filter(None, (self.title, self.about)))
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -351,10 +376,14 @@ class Table:
 
     @property
     def lost(self) -> list[str]:
-        """Rows without numbers, a line each that says why."""
+        """Rows without numbers, a line each that says why; a row is named by its first cell and its label."""
         lost = self.frame[:0] if self.instead is None else self.frame[self.frame[self.instead].notna()]
         rows = lost.to_dict("records") if len(lost) else []
-        return [f"{self.columns[0].shown(row)}: {row[self.instead]}" for row in rows]
+        names = [dict.fromkeys([self.columns[0].shown(row), row.get("label", NONE)]) for row in rows]
+        return [
+            f"{', '.join(name for name in of_row if name != NONE)}: {row[self.instead]}"
+            for of_row, row in zip(names, rows, strict=True)
+        ]
 
 
 def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
@@ -406,7 +435,7 @@ def _text(table: Table, width: int | None) -> str:
             for cell, size, column in zip(row[:number], sizes[:number], columns[:number], strict=True)
         ]
         rows.append("  ".join(aligned).rstrip())
-    title = table.title and wrapped(table.title, width)
+    title = table.heading and wrapped(table.heading, width)
     below = "\n".join(wrapped(line, width, "  ") for line in lines)
     return "\n\n".join(part for part in (title, "\n".join(rows), below) if part)
 
@@ -422,14 +451,19 @@ def escape_markdown(text: str) -> str:
 
 
 def _latex(table: Table) -> str:
-    """One ``table`` with booktabs rules; its title is the caption, its notes are comments below."""
+    """One ``table`` with booktabs rules: its title is the caption, a sentence; all else are notes below it."""
     rows = [[column.title for column in table.columns], *table.cells]
     header, *body = [" & ".join(map(escape_latex, row)) + r" \\" for row in rows]
     columns = "".join("l" if column.is_words else "r" for column in table.columns)
-    lines = [r"\begin{table}[tbp]", r"\centering", rf"\caption{{{escape_latex(table.title)}}}"]
+    lines = [r"\begin{table}[tbp]", r"\centering"]
+    lines += [rf"\caption{{{escape_latex(table.title.rstrip('.'))}.}}"] * bool(table.title)
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
-    notes = ["% " + " ".join(line.split()) for line in (*table.lost, *table.notes)]
-    return "\n".join([*lines, r"\end{tabular}", r"\end{table}", *notes, ""])
+    lines += [r"\end{tabular}"]
+    if notes := [" ".join(line.split()) for line in (table.about, *table.lost, *table.notes) if line]:
+        notes = [f"{escape_latex(line[:1].upper() + line[1:].rstrip('.'))}." for line in notes]
+        lines += ["", r"\smallskip", r"\begin{minipage}{\linewidth}", r"\footnotesize", "\n\n".join(notes)]
+        lines += [r"\end{minipage}"]
+    return "\n".join([*lines, r"\end{table}", ""])
 
 
 def _markdown(table: Table) -> str:
@@ -439,4 +473,4 @@ def _markdown(table: Table) -> str:
     rows = [map(escape_markdown, header), rule, *(map(escape_markdown, row) for row in body)]
     lines = [f"| {' | '.join(row)} |" for row in rows] if table.columns else []
     notes = "\n".join(f"- {escape_markdown(line)}" for line in (*table.lost, *table.notes))
-    return "\n\n".join(part for part in (escape_markdown(table.title), "\n".join(lines), notes) if part)
+    return "\n\n".join(part for part in (escape_markdown(table.heading), "\n".join(lines), notes) if part)

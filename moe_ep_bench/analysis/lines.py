@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, batch_phases, routing
-from moe_ep_bench.analysis.columns import labels
+from moe_ep_bench.analysis.columns import column_of, labels
 from moe_ep_bench.analysis.drawing import ADDED, HIDDEN, Figure, public_columns, value_words, with_fields
-from moe_ep_bench.analysis.marks import axis_of, series
+from moe_ep_bench.analysis.marks import series
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import columns_of, holds
@@ -36,7 +36,7 @@ def lines(
         of: words before a key in an error's line.
     """
     asked = {name: column for name, column in {"x": x, "y": y, "by": by, "facet": facet}.items() if column}
-    title = f"{axis_of(y).header} over {axis_of(x).header}"
+    title = f"{column_of(y).header} over {column_of(x).header}"
     figure = Figure(
         title[:1].upper() + title[1:],
         [series(x, y)],

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
-from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
+from moe_ep_bench.analysis.columns import Column, column_of, milliseconds
 from moe_ep_bench.analysis.style import (
     BALANCED_LINE,
     INK,
@@ -182,11 +182,6 @@ def _give_equal_limits(figure: Figure) -> None:
 # ---- axes ------------------------------------------------------------------------------------------------------------
 
 
-def axis_of(name: str) -> Column:
-    """The column by which an axis goes; one without a row in ``COLUMNS`` is called by its name in words."""
-    return COLUMNS.get(name) or Column(name, name.replace("_", " "))
-
-
 def are_names(values: pd.Series) -> bool:
     """Whether there are values, and names alone: they are read best in rows."""
     known = values.dropna()
@@ -283,7 +278,7 @@ class Series:
 
     def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         """Draw rows into a panel, those whose line has a look as points."""
-        across, up = axis_of(self.x), axis_of(self.y)
+        across, up = column_of(self.x), column_of(self.y)
         shown = rows[rows[self.x].notna() & rows[self.y].notna() & rows["line"].isin(list(looks))]
         by_name = self.names or not pd.api.types.is_numeric_dtype(shown[self.x].infer_objects())
         upright = by_name and are_names(rows[self.x])
@@ -315,7 +310,7 @@ class Series:
 
     def _points(self, shown: pd.DataFrame, places: Mapping[Any, int] | None, *, upright: bool) -> pd.DataFrame:
         """A row per point: ``place`` along the axis, ``value`` with its ends, and how it is drawn."""
-        across, up = axis_of(self.x), axis_of(self.y)
+        across, up = column_of(self.x), column_of(self.y)
         ends = [f"{self.y.removesuffix('_median')}_{end}" for end in ("low", "high")]
         values = up.scale * shown.reindex(columns=[self.y, *ends]).astype(float)
         is_joined = not upright and self.joined is not None
@@ -341,7 +336,7 @@ class Series:
     def _name_axes(self, axes: Axes, rows: pd.DataFrame, *, upright: bool) -> None:
         """Label the axes; names need no label."""
         across, up = (
-            (rows[label].iloc[0] if label in rows else label) or axis_of(name).axis
+            (rows[label].iloc[0] if label in rows else label) or column_of(name).axis
             for label, name in ((self.xlabel, self.x), (self.ylabel, self.y))
         )
         axes.set(**({"xlabel": up} if upright else {"xlabel": across, "ylabel": up}))
@@ -437,7 +432,7 @@ def bars(**size: Any) -> Panel:
         ends = (shown["begin_ms"] + shown["time_ms"]).groupby(shown["bar"]).max()
         beside = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
         for bar, end in ends.items():
-            axes.annotate(milliseconds(end, digits=3), (end, places[bar]), (4, 0), **beside)
+            axes.annotate(milliseconds(end), (end, places[bar]), (4, 0), **beside)
         axes.set_xlim(0, 1.17 * ends.max())
         axes.set_xlabel(rows["axis_words"].iloc[0])
         name_rows(axes, places)

@@ -14,8 +14,8 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import PROGRAMS, Table, render, terminal_width, text, wrapped
 from moe_ep_bench.analysis.notes import WARNING, warnings
 from moe_ep_bench.analysis.store import Store, is_validation
-from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, frames, short_table, tables
-from moe_ep_bench.errors import CASES_FAILED, OK, UserError, check_known
+from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, frames, public_names, short_table, tables
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, check_known, did_you_mean
 from moe_ep_bench.facts.words import modelled_line
 from moe_ep_bench.files import check_folder, write_text
 
@@ -30,12 +30,14 @@ def show(
     out: Path | None = None,
     *,
     views: Sequence[str] = (),
+    columns: Sequence[str] = (),
 ) -> int:
     """Write what directories hold to ``out``, or to standard output (a page: to ``DIR/report.html``).
 
     Args:
         to: one of ``FORMATS``.
         views: of ``tables.VIEWS``; the default are the main ones.
+        columns: by their names in CSV, in place of all, or of the views' own; their order is kept.
 
     Returns:
         The exit status: ``CASES_FAILED`` where something is left out, because it cannot be trusted or was not measured
@@ -48,6 +50,8 @@ def show(
     check_known("--view", views, VIEWS)
     if views and to not in FORMATS[:3]:
         raise UserError(f"--view: goes with --format {', '.join(FORMATS[:3])}; got --format {to}")
+    if columns and to not in FORMATS[:-1]:
+        raise UserError(f"--columns: goes with --format {', '.join(FORMATS[:-1])}; got --format {to}")
     if to == "html":
         from moe_ep_bench.analysis.page import write_report
 
@@ -61,7 +65,7 @@ def show(
     for directory in filter(is_validation, directories):
         if len(directories) > 1:
             raise UserError(f"{directory}: holds validation; expected such a directory by itself")
-        if views or to != "text":
+        if views or columns or to != "text":
             raise UserError(f"{directory}: holds validation, shown as text alone; name {directory}/real or /emulated")
     passed_over: list[str] = []
     if is_validation(directories[0]):
@@ -69,7 +73,7 @@ def show(
 
         shown = f"{change_text(compare_ranks(directories[0]))}\n"
     else:
-        shown = shown_text(load(list(directories), passed_over), to, views)
+        shown = shown_text(load(list(directories), passed_over), to, views, columns)
     if out is None:
         sys.stdout.write(shown)
     else:
@@ -84,20 +88,35 @@ def _left_out(lines: Sequence[str]) -> int:
     return CASES_FAILED if lines else OK
 
 
-def shown_text(store: Store, to: str = "text", views: Sequence[str] = ()) -> str:
-    """Tables of a store in one of ``FORMATS`` but a page; a view that it lacks is named."""
+def shown_text(store: Store, to: str = "text", views: Sequence[str] = (), columns: Sequence[str] = ()) -> str:
+    """Tables of a store in one of ``FORMATS`` but a page; a view that it lacks is named.
+
+    Raises:
+        UserError: a column is unknown.
+    """
     if to in PROGRAMS:
-        return render([Table(rows, ()) for rows in frames(store)], to)
-    listed = tables(store, views or MAIN)
+        of_programs = frames(store)
+        _check_columns(columns, list(dict.fromkeys(name for rows in of_programs for name in rows)))
+        return render([Table(rows.reindex(columns=list(columns or rows)), ()) for rows in of_programs], to)
+    _check_columns(columns, public_names(store, views or MAIN))
+    listed = tables(store, views or MAIN, columns)
     for name in (name for name in views if not tables(store, [name])):
         print(f"moe-ep-bench: --view {name}: the run has no such numbers", file=sys.stderr)
     if to != "text":
         return render(listed, to)
     line = modelled_line(one.facts for one in store.comparisons)
     body = [line, render(listed, to, width=terminal_width()), count_words(cases(store))]
-    others = [name for name in VIEWS if name not in MAIN and tables(store, [name])] if not views else []
+    others = [name for name in VIEWS if name not in MAIN and tables(store, [name])] if not (views or columns) else []
     more = f"more: --view {', '.join(others)}" if others else ""
     return "\n\n".join(filter(None, [*body, more])) + "\n"
+
+
+def _check_columns(asked: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a UserError at the first column that is none of the known."""
+    for name in asked:
+        if name not in known:
+            got = f"got {brief(name)}{did_you_mean(name, known)}"
+            raise UserError(f"--columns: {got}; expected some of {', '.join(known)}")
 
 
 def end_of_run(directory: Path) -> str:

@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.columns import (
     Column,
     Row,
     Table,
+    column_of,
     lost_shown,
     missing,
     number,
@@ -40,22 +41,22 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
+# Columns of phases whose sum is a layer's time, or a pass's.
+_OF_LAYER, _OF_PASS = [f"{group}_ms" for group in GROUPS], [f"mean_rank_{part}_ms" for part in PASS_PARTS]
 # Conditions of the comparisons that a view is of.
 _TIMED, _ROUTED = "mode in ('run', 'emulated')", "mode == 'route'"
 _LAYER, _MODEL = f"scope == 'layer' and {_TIMED}", f"scope == 'model' and {_TIMED}"
 
 
-def _title(_: Store, rows: pd.DataFrame) -> str:
-    """A comparison with how, on what and in which form it came about."""
+def _conditions(rows: pd.DataFrame) -> str:
+    """How, on what and in which form a comparison came about."""
     facts = rows.iloc[0]
     if facts["mode"] == "route":
-        batches = f"{facts['num_batches']:.0f} batch{'es' if facts['num_batches'] > 1 else ''}"
-        return f"{facts['title']}: {facts['how']}, {batches}"
+        return f"{facts['how']}, {facts['num_batches']:.0f} batch{'es' if facts['num_batches'] > 1 else ''}"
     layer_only = facts["scope"] == "layer" and facts["num_replicas"] > 1
     replicas = f" x {facts['num_replicas']:.0f} replicas" if layer_only else ""
     on = ", ".join(filter(None, (facts["ran_on"], facts["links_words"])))
-    how = f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}"
-    return f"{facts['title']}: {how}, {facts['dtype']}, {scale_words(facts['scale'])}"
+    return f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}, {facts['dtype']}, {scale_words(facts['scale'])}"
 
 
 def _notes(store: Store, rows: pd.DataFrame) -> list[str]:
@@ -75,7 +76,8 @@ class View:
         rows: the rows that it shows, of a store and a group's.
         headers: other headers than ``COLUMNS`` has, by name.
         alike: columns that are left out where all rows have one value.
-        title: words behind the comparison's own title; or of a store and a group's rows the title.
+        title: words behind the comparison's own title, empty = how it came about; or of a store and a group's rows the
+            title.
         notes: below the table; or of a store and a group's rows.
         label_width: characters of labels, which lose words (``columns.short_labels``); None = they are whole.
         short: columns of the table at the end of a run, between the policy and its costs.
@@ -88,7 +90,7 @@ class View:
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     headers: dict[str, str] = field(default_factory=dict)
     alike: Sequence[str] = ()
-    title: str | Callable[[Store, pd.DataFrame], str] = _title
+    title: str | Callable[[Store, pd.DataFrame], str] = ""
     notes: Sequence[str] | Callable[[Store, pd.DataFrame], Sequence[str]] = _notes
     label_width: float | None = None
     short: Sequence[str] = ()
@@ -101,7 +103,7 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     waiting less what its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under
     native.
     """
-    native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], [f"{group}_ms" for group in GROUPS]
+    native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], _OF_LAYER
     chosen, one = pd.concat([native, fastest(rows)]), store.by_id[tuple(rows[COMPARISON].iloc[0])]
     shown = chosen.drop(columns=["rank", *names], errors="ignore").merge(ranks(store), on=CASE)
     if native.empty or shown.empty:
@@ -111,6 +113,12 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     machines = next((launch.machines for launch in one.conditions.values()), [])
     hosts = {number: hostname for number, (hostname, _) in enumerate(machines)}
     return shown[shown["rank"].isin(longest)].assign(hostname=lambda rows: rows["rank"].map(hosts))
+
+
+def _with_total(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with ``phases_ms``, the sum of a layer's groups of phases, or of the parts of a pass."""
+    layer_ms, pass_ms = (rows.reindex(columns=names).sum(axis=1, min_count=1) for names in (_OF_LAYER, _OF_PASS))
+    return rows.assign(phases_ms=layer_ms.mask(rows["scope"] == "model", pass_ms))
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -264,22 +272,21 @@ VIEWS = {
     "phases": View(
         (
             *("label", "fullest_expert", "fullest_rank", "fullest_tokens", "slowest_group_fullest_rank"),
-            "breakdown_layer_ms",
-            *(f"{group}_ms" for group in GROUPS),
-            *(f"mean_rank_{part}_ms" for part in PASS_PARTS),
+            *("breakdown_layer_ms", "phases_ms", *_OF_LAYER, *_OF_PASS),
             *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),
         ),
         where=f"status == 'ok' and {_TIMED}",
+        rows=_with_total,
         title="loads and phases",
         notes=(
             "fullest expert, fullest rank: pairs over native's mean",
             "times: mean over ranks, so that waiting shows, then median over probed iterations; exchanges without what "
-            "overlap hides",
+            "overlap hides; all phases: their sum, the number beside a bar of the figure phases",
             "unaccounted, policy share: shares of the slowest rank's time; probe overhead: added to the median",
         ),
     ),
     "ranks": View(
-        ("label", "rank", *(f"{group}_ms" for group in GROUPS), "hostname"),
+        ("label", "rank", *_OF_LAYER, "hostname"),
         where=_TIMED,
         title="ranks under native and the fastest policy",
         rows=by_rank,
@@ -298,18 +305,32 @@ VIEWS = {
         ),
     ),
 }
+# Columns that are no values of a cell.
+_HIDDEN = ["facts", "settings"]
 MAIN = ("layer", "model", REHEARSAL, "route", "texts", "claims", "tasks")
 
 
-def tables(store: Store, views: Sequence[str] = MAIN) -> list[Table]:
-    """Views of a store: of each frame all views of a comparison, then of the next."""
+def tables(store: Store, views: Sequence[str] = MAIN, asked: Sequence[str] = ()) -> list[Table]:
+    """Views of a store: of each frame all views of a comparison, then of the next.
+
+    Args:
+        asked: names of columns, of ``public_names``, in place of the views' own.
+    """
     made = []
     for frame_of, by in dict.fromkeys((VIEWS[name].frame, tuple(VIEWS[name].by)) for name in views):
         own = [VIEWS[name] for name in views if VIEWS[name].frame is frame_of]
         frame = frame_of(store)
         for _, rows in frame.groupby(list(by), sort=False) if len(frame) else ():
-            made += [table_of(store, view, rows) for view in own]
-    return [table for table in made if len(table.columns) > 1]
+            made += [table_of(store, view, rows, asked) for view in own]
+    return [table for table in made if len(table.columns) > (not asked)]
+
+
+def public_names(store: Store, views: Sequence[str] = MAIN) -> list[str]:
+    """The columns of those views that a store has: what they show, and all others of their frames."""
+    frames = {name: frame for name in views if len(frame := VIEWS[name].frame(store))}
+    shown = [column if isinstance(column, str) else column.name for name in frames for column in VIEWS[name].columns]
+    others = [name for frame in frames.values() for name in frame]
+    return [name for name in dict.fromkeys([*shown, *others]) if name not in _HIDDEN]
 
 
 def frames(store: Store) -> list[pd.DataFrame]:
@@ -321,24 +342,37 @@ def frames(store: Store) -> list[pd.DataFrame]:
         matching(frame_of(store), " or ".join(f"({where})" for where in filter(None, conditions)))
         for frame_of, conditions in of_frame.items()
     ]
-    return [rows.drop(columns=["facts", "settings"], errors="ignore") for rows in found]
+    return [rows.drop(columns=_HIDDEN, errors="ignore") for rows in found]
 
 
-def table_of(store: Store, view: View, rows: pd.DataFrame) -> Table:
-    """A view of one group of rows; without columns where it has none."""
+def table_of(store: Store, view: View, rows: pd.DataFrame, asked: Sequence[str] = ()) -> Table:
+    """A view of one group of rows, or the columns ``asked`` for; without columns where it has none."""
     named = [column for column in view.columns if isinstance(column, str)]
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *named])))
     rows = matching(rows, view.where)
     frame = view.rows(store, rows) if len(rows) else rows
     if frame.empty:
         return Table(frame, ())
-    title = view.title(store, rows) if callable(view.title) else f"{rows['title'].iloc[0]}: {view.title}"
+    if callable(view.title):
+        title, about = view.title(store, rows), ""
+    else:
+        title = ": ".join(filter(None, (rows["title"].iloc[0], view.title)))
+        about = "" if view.title else _conditions(rows)
     lines = view.notes(store, rows) if callable(view.notes) else view.notes
     instead = "instead" if "status" in frame else None
     if view.label_width is not None:
         frame = frame.assign(label=short_labels(frame, view.label_width))
     frame = frame.copy().assign(instead=_reasons(frame)) if instead else frame  # of one piece
-    return Table(frame, _columns_of(view, frame), title, lines, instead)
+    columns = _asked_columns(view, frame, asked) if asked else _columns_of(view, frame)
+    return Table(frame, columns, title, lines, instead, about)
+
+
+def _asked_columns(view: View, frame: pd.DataFrame, asked: Sequence[str]) -> list[Column]:
+    """The columns that a reader asks for; none where no row has a value of any."""
+    there = [name for name in asked if name in frame and frame[name].notna().any()]
+    own = {column.name: column for column in view.columns if isinstance(column, Column)}
+    columns = [own.get(name) or column_of(name, frame.get(name)) for name in asked if there]
+    return [replace(column, header=view.headers.get(column.name, column.header)) for column in columns]
 
 
 def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
@@ -381,7 +415,7 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
     table = table_of(store, view, rows)
     alone = {"speedup_median", "over_topk_median"} if over_topk else ()
     columns = [replace(column, cell=None) if column.name in alone else column for column in table.columns]
-    return replace(table, columns=columns, title=rows["title"].iloc[0])
+    return replace(table, columns=columns, about="")
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

@@ -24,7 +24,7 @@ from moe_ep_bench.runtime.torchrun import become_rank, is_launched, local_ranks,
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-_MOST_CHARACTERS = 1500  # of an error's line; values in it are cut much earlier
+_MOST_CHARACTERS = 4000  # of an error's line, which may list all columns; values in it are cut much earlier
 # The last two: what libraries raise of a file that is not what it should be; the file is the user's.
 _MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
 _UNWRITABLE = (
@@ -332,7 +332,7 @@ def _doctor(options: Namespace) -> int:
 def _show(options: Namespace) -> int:
     from moe_ep_bench.analysis.show import show
 
-    return show(options.directories, options.format, options.out, views=options.view)
+    return show(options.directories, options.format, options.out, views=options.view, columns=options.columns)
 
 
 def _plot(options: Namespace) -> int:

@@ -134,6 +134,7 @@ show  print the tables of results directories, or write them in another format
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
   --view NAMES  tables, comma-separated: layer, model, route (the default), sent, phases, ranks
+  --columns NAMES  columns by their names in --format csv, comma-separated, instead of the tables' own
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Make a virtual environment with the pinned packages, or do nothing if it is there already.
-#   launch/setup.sh [--venv DIR] [--python PYTHON] [--system-torch] [--cuda12]
+#   launch/setup.sh [--venv DIR] [--python PYTHON] [--system-torch] [--cuda12] [--check]
 # --venv          default: .venv at the root of the repository
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
 # --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
 # --cuda12        a PyTorch for CUDA 12.6, from pytorch.org; the usual one needs CUDA 13, a driver of 580 or newer
-# Called without the last two, it takes an environment that was made with them as it is. Without a network pip is told
-# where wheels are: PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR (docs/running.md).
+# --check         install nothing: end with 2 where the environment is not there, or its pins are old
+# Without --system-torch or --cuda12 it takes an environment that was made with them as it is. Without a network pip is
+# told where wheels are: PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR (docs/running.md).
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
@@ -16,6 +17,7 @@ venv=$root/.venv
 python=
 system_torch=
 cuda12=
+check=
 
 fail() { echo "setup.sh: $1" >&2; exit 2; }
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -25,9 +27,10 @@ while [ $# -gt 0 ]; do
     -h | --help) usage; exit ;;
     --system-torch) system_torch=$1; shift; continue ;;
     --cuda12) cuda12=$1; shift; continue ;;
+    --check) check=$1; shift; continue ;;
     --venv) wanted=folder ;;
     --python) wanted="Python 3.11 or 3.12" ;;
-    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --system-torch or --cuda12" ;;
+    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --system-torch, --cuda12 or --check" ;;
   esac
   case ${2:-} in '' | -*) fail "$1 takes a $wanted, not '${2:-}'" ;; esac
   case $1 in
@@ -84,6 +87,8 @@ if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$cuda12" ]; then
   # An ordinary set-up would fetch another torch of gigabytes.
   fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
 fi
+[ -z "$check" ] || [ -n "$made" ] ||
+  fail "$venv is not set up: run launch/setup.sh where there is a network, before a job, or name another by VENV"
 
 # One at a time: nodes and jobs share this folder. Whoever has waited begins anew, and finds the environment made.
 alone() {

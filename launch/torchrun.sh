@@ -5,7 +5,7 @@
 # Slurm step of one task per node, those that are not given come from Slurm. Any other option of torchrun is a variable
 # of its own, PET_MAX_RESTARTS for instance.
 # NPROC: ranks per node (default: all GPUs; without any, one CPU rank per core, 2 to 4).
-# VENV: an environment that is ready; without it launch/setup.sh makes or takes .venv.
+# VENV: an environment that is ready; without it launch/setup.sh makes or takes .venv. In a Slurm job it makes none.
 # SIGTERM ends the job at once, SIGUSR1 after what it is measuring; the same command goes on with what is left.
 set -euo pipefail
 # Whoever measures handles it; until that has started, nothing is there to be ended.
@@ -16,7 +16,8 @@ fail() { echo "torchrun.sh: $1" >&2; exit 2; }
 if [ -n "${VENV:-}" ]; then
   [ -x "$VENV/bin/python" ] || fail "VENV=$VENV has no bin/python; expected a virtual environment, or none given"
 else
-  "$root/launch/setup.sh"
+  # A job's nodes may have no network, and would all wait for pip.
+  "$root/launch/setup.sh" ${SLURM_JOB_ID:+--check}
 fi
 if [ -z "${NNODES:-}" ] && [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ]; then
   [ "$SLURM_STEP_NUM_TASKS" = "$SLURM_STEP_NUM_NODES" ] ||

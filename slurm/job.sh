@@ -8,13 +8,15 @@ set -uo pipefail
 # Knobs; all can be given in the environment as well (sbatch --export=ALL,NPROC=4 ...).
 export ROOT=${ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}   # this repository, on a file system that all nodes share
 export NPROC=${NPROC:-}                          # ranks per node; empty: all GPUs, without any one per core, 2 to 4
-export VENV=${VENV:-}                            # an environment that is ready; empty: .venv, made if it is not there
+export VENV=${VENV:-}                            # an environment that is ready; empty: .venv, made before (launch/setup.sh)
 REQUEUES=${REQUEUES:-0}                          # how often a job may requeue itself when time is up or a node is lost
-SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. a container's: docs/running.md
+SRUN_OPTIONS=${SRUN_OPTIONS:-}                   # e.g. a container's, or "apptainer exec ...": docs/running.md
 
-# SITE: modules that nodes need, and the network that NCCL and gloo (agreement between ranks) use.
+# SITE: modules that nodes need, and the network that NCCL and gloo (agreement between ranks) use. What sbatch was
+# given in its environment reaches all ranks as well, and conditions/ of the results hold it.
 # module load cuda
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+# export NCCL_IB_HCA=mlx5_0,mlx5_1 NCCL_IB_GID_INDEX=3 NCCL_CROSS_NIC=0
 # SITE: in an NGC container (it brings torch, Transformer Engine and Apex) make .venv once before, inside it:
 #   srun --nodes=1 --container-image=... --container-mounts=$PWD:$PWD --container-workdir=$PWD \
 #     launch/setup.sh --system-torch
@@ -32,6 +34,8 @@ export STATUS_DIR
 trap 'rm -rf "$STATUS_DIR"' EXIT
 # scancel and the end of time reach the tasks as well; this script waits for them.
 trap : TERM
+# srun reads this too, and a 0 beside --gres would leave the task without the job's GPUs.
+[ "${SLURM_GPUS_PER_NODE:-0}" != 0 ] || unset SLURM_GPUS_PER_NODE
 
 # The task's cores: srun does not take them over from sbatch since Slurm 22.05, and would give it one.
 cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}
@@ -60,5 +64,7 @@ esac
 if [ -n "$why" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$REQUEUES" ]; then
   echo "job.sh: $why; requeueing job $SLURM_JOB_ID, which goes on with what is left" >&2
   scontrol requeue "$SLURM_JOB_ID" && exit 0
+  scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' Requeue=0 ' &&
+    echo "job.sh: this job may not be requeued (--requeue lets it); submit it again for what is left" >&2
 fi
 exit "$status"

@@ -1,7 +1,8 @@
 """A Slurm of two nodes on this machine, for tests: a controller and two node daemons, without munge, cgroups, systemd.
 
 Both nodes are this host, under addresses and ports of their own. Their names are these addresses, so that nothing has
-to resolve them. Needs root.
+to resolve them. A job that does not ask gets a tenth of a node's memory and none of its GPUs, and is not requeued.
+Needs root.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("127.0.0.11", "127.0.0.12")
 # Nothing stays where the tests themselves are killed.
 DIES_WITH_US = ("setpriv", "--pdeathsig", "TERM")
-MEMORY_MIB = 2000
+MEMORY_MIB, NUM_GPUS = 2000, 2  # of a node; the GPUs are empty files
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 CONF = """\
 ClusterName=test
@@ -40,8 +41,11 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MailProg=/bin/true
-SelectType=select/linear
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=100
 GresTypes=gpu
+JobRequeue=0
 ReturnToService=2
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/%n
@@ -54,7 +58,7 @@ KillWait=20
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs=2 RealMemory={memory}\n"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs=2 RealMemory={memory} Gres=gpu:{gpus}\n"
 
 
 def why_not() -> str | None:
@@ -88,8 +92,12 @@ class Cluster:
     def start(self) -> None:
         host = socket.gethostname()
         lines = [CONF.format(host=host, port=_free_port(), root=self.root)]
-        lines += [NODE.format(name=name, host=host, port=_free_port(), memory=MEMORY_MIB) for name in NAMES]
+        size = {"memory": MEMORY_MIB, "gpus": NUM_GPUS}
+        lines += [NODE.format(name=name, host=host, port=_free_port(), **size) for name in NAMES]
         (self.root / "slurm.conf").write_text("".join(lines))
+        (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-{NUM_GPUS - 1}]\n")
+        for gpu in range(NUM_GPUS):
+            (self.root / f"gpu{gpu}").touch()
         for folder in ("state", *NAMES):
             (self.root / folder).mkdir()
         self._start("slurmctld", "slurmctld", "-D")

@@ -211,6 +211,7 @@ REFUSED = {
     "--venv full": "new or empty; full is neither",
     "--venv new --cuda12 --system-torch": "it does not go with --system-torch",
     "--venv new --python absent": "3.11 or 3.12",
+    "--venv new --check": "new is not set up: run launch/setup.sh where there is a network",
     "--venv new --system-torch --python old/bin/python": "old/bin/python has torch 2.9.1",
     "--venv container --system-torch --python container/bin/python": "container/bin/python belongs to",
 }
@@ -257,6 +258,7 @@ def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, cl
 # How an environment was made, what is asked for, and whether it is taken as it is.
 MADE = [
     ("", "", True),
+    ("", "--check", True),
     ("", "--cuda12 --python ./plain", False),
     ("--cuda12", "--system-torch --python container/bin/python", False),
     ("--system-torch", "--system-torch", True),

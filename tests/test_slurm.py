@@ -8,6 +8,7 @@ routing are compared exactly; times are not.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from types import FrameType
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from slurm_cluster import NAMES, Cluster, cluster, wait_for, why_not
+from slurm_cluster import MEMORY_MIB, NAMES, NUM_GPUS, Cluster, cluster, wait_for, why_not
+from test_own_policies import EXAMPLE, NAME
 from test_run import TESTS, write_config
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load
@@ -69,6 +71,15 @@ def in_time(slurm: Cluster) -> Iterator[None]:
 def every_test_in_time(slurm: Cluster) -> Iterator[None]:
     with in_time(slurm):
         yield
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone without an environment: the scripts of slurm/ and launch/, and what set-up reads."""
+    for name in ("slurm", "launch", "pyproject.toml"):
+        copy = shutil.copytree if (TESTS.parent / name).is_dir() else shutil.copy
+        copy(TESTS.parent / name, tmp_path / name)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +226,68 @@ def test_a_rank_that_dies_on_one_node_costs_its_case_and_not_the_job(slurm: Clus
     (part,) = (tmp_path / "out" / "cases").iterdir()
     found = pd.read_parquet(part).groupby("case_id")["status"].first()
     assert sorted(found) == ["failed", *["ok"] * (NUM_CASES - 1)]
+
+
+@pytest.mark.parametrize("asks", [("--gpus-per-node=2",), ("--gpus-per-node=0", "--gres=gpu:2")], ids=" ".join)
+def test_each_node_of_a_job_has_its_memory_and_gpus_and_the_variables_of_whoever_submitted(
+    slurm: Cluster, clone: Path, asks: tuple[str, ...]
+) -> None:
+    (clone / "launch" / "torchrun.sh").write_text('env >"$ROOT/env-$SLURM_PROCID"\n')
+    network = {"NCCL_IB_HCA": "mlx5_0,mlx5_1", "GLOO_SOCKET_IFNAME": "ib0"}
+    job = slurm.submit("bench.sbatch", "my.yaml", options=("--nodes=2", *asks), ROOT=clone, **network)
+    assert slurm.finish(job, STEP_S) == ALL_DONE, slurm.printed(job)
+    assert f"mem={2 * MEMORY_MIB}M" in slurm.job(job)["TRES"]
+    for node in range(2):
+        told = (clone / f"env-{node}").read_text().splitlines()
+        assert {f"{name}={value}" for name, value in network.items()} < set(told)
+        assert f"SLURM_GPUS_ON_NODE={NUM_GPUS}" in told
+
+
+def test_a_job_that_slurm_may_not_requeue_ends_with_its_status_and_says_what_to_do(slurm: Cluster, clone: Path) -> None:
+    (clone / "launch" / "torchrun.sh").write_text(f"exit {CLOSED}\n")
+    job = slurm.submit("bench.sbatch", "my.yaml", options=("--no-requeue",), ROOT=clone, REQUEUES=1)
+    assert slurm.finish(job, STEP_S) == ("FAILED", f"{CLOSED}:0"), slurm.printed(job)
+    assert slurm.printed(job).endswith("(--requeue lets it); submit it again for what is left\n")
+
+
+def test_a_job_sets_up_no_environment(slurm: Cluster, clone: Path) -> None:
+    job = slurm.submit("bench.sbatch", "my.yaml", options=("--nodes=2",), ROOT=clone, VENV="")
+    assert slurm.finish(job, STEP_S) == ("FAILED", f"{USER_ERROR}:0"), slurm.printed(job)
+    assert f"setup.sh: {clone}/.venv is not set up: run launch/setup.sh" in slurm.printed(job)
+    assert not list(clone.glob(".venv*"))
+
+
+# Of a folder that the host has, only what is mounted: CONTAINER FOLDER NAME... -- COMMAND
+CONTAINER = """
+host=$1
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/host && mount --bind "$host" /mnt/host && mount -t tmpfs tmpfs "$host"
+while [ "$2" != -- ]; do
+  mkdir "$host/$2" && mount --bind "/mnt/host/$2" "$host/$2"
+  shift
+done
+exec "${@:3}"
+"""
+
+
+def test_an_own_policy_in_a_container_is_found_where_its_folder_is_mounted(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "container.sh").write_text(CONTAINER)
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "my_policy.py").write_text(EXAMPLE)
+    (tmp_path / "work").mkdir()
+    config = write_config(tmp_path / "work", **SMALL | {"policies": [{"name": NAME, "num_left": 2}]})
+    out = tmp_path / "work" / "out"
+
+    def submit(*mounted: str) -> str:
+        inside = f"unshare --mount bash {tmp_path}/container.sh {tmp_path} {' '.join(mounted)} --"
+        paths = f"{TESTS.parent}:{tmp_path / 'policies'}"
+        return slurm.submit("bench.sbatch", config, "--out", out, NPROC=2, SRUN_OPTIONS=inside, PYTHONPATH=paths)
+
+    job = submit("work")
+    assert slurm.finish(job, STEP_S) == ("FAILED", f"{USER_ERROR}:0"), slurm.printed(job)
+    assert "PYTHONPATH names the folder of a module" in slurm.printed(job)
+    job = submit("work", "policies")
+    assert slurm.finish(job, STEP_S) == ALL_DONE, slurm.printed(job)
+    assert "leave_busiest" in set(cases(load(out)).policy)
 
 
 def test_a_mistake_of_the_users_is_the_jobs_status_2(slurm: Cluster, tmp_path: Path) -> None:

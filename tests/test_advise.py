@@ -27,10 +27,11 @@ from results_builder import (
 from trace_files import write_trace
 
 from moe_ep_bench.analysis import page
-from moe_ep_bench.analysis.advice import advice_lines, read_advice
-from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_text, candidates
-from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed
+from moe_ep_bench.analysis.advice import Growth, advice_lines, growth_words, read_advice
+from moe_ep_bench.analysis.advise import advice_text, write_answer
+from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.page import page_of
+from moe_ep_bench.analysis.picks import OUT_OF_BOUNDS, candidates, choice
 from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.cli import main, make_parser
@@ -135,7 +136,7 @@ def test_the_pick_follows_the_rule(balanced: float, tmp_path: Path) -> None:
     [
         (1.3, "Use token_drop", "Without loss the fastest is EPLB, 1 spare per rank, 1.100 times native: nothing"),
         (1.15, "Use EPLB", "Within the bounds the fastest is token_drop capacity_factor=1.5, 1.150 times native:"),
-        (None, "Use EPLB", "For "),
+        (None, "Use EPLB", "Why: "),
     ],
 )
 def test_a_lossless_candidate_wins_unless_another_is_clearly_faster(
@@ -204,7 +205,7 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),
     "few batches": (USUAL, {"num_batches": 9}, "Inconclusive: fewer than 10 batches give no interval, and so no", ""),
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
-    "one draw": ((USUAL[1],), ON_MODEL, "Use token_drop capacity_factor=1.5: ", "in place of 2.000 ms (modelled).\n"),
+    "one draw": ((USUAL[1],), ON_MODEL, "Use token_drop capacity_factor=1.5: ", " ms, 23.1 % less (modelled).\n"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.22)), {}, "Use token_drop capacity_factor=2.0: ", ""),
@@ -237,13 +238,19 @@ def test_the_answer_begins_with_what_to_do(tmp_path: Path, name: str) -> None:
 # ---- the answer ----------------------------------------------------------------------------------------------------
 
 
-def test_the_answer_comes_first_in_four_lines(tmp_path: Path) -> None:
+def test_the_answer_comes_first_with_its_costs_and_why(tmp_path: Path) -> None:
     text = advised(tmp_path, *USUAL, eplb(1.1))
-    use, costs, beside, what, *_ = text.splitlines()
-    gain = "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms"
+    use, costs, beside, why, changes, next_best, what, *_ = text.splitlines()
+    gain = "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms, 23.1 % less"
     assert use == f"Use token_drop capacity_factor=1.5: {gain} (measured)."
     assert costs == "It costs: 8.0 % of the pairs are dropped, 96.0 % of the mass is kept."
     assert beside.startswith("Without loss the fastest is EPLB")
+    assert why.startswith("Why: a rank's mean time with native is ")
+    assert changes.startswith("token_drop capacity_factor=1.5 makes that ")
+    assert (
+        next_best == "Next best: token_drop capacity_factor=2.0, 1.200 times native: 4.0 % of the pairs are dropped, "
+        "98.0 % of the mass is kept."
+    )
     assert what.endswith("; at most 10 % of the pairs dropped and 5 % of the score mass lost.")
     rows = rows_of(text)
     assert [row[-1] for row in rows] == ["faster"] * 3 + ["out of bounds"]
@@ -256,7 +263,7 @@ def test_the_answer_names_the_speedup_over_topk_where_native_differs_from_it(tmp
     listed = [*(case for case in references() if case.policy != "topk"), FakeCase("topk", speedup=1.9)]
     text = advised(tmp_path, cases=[*listed, *USUAL])
     gain = "a layer is 1.300 times as fast as native (0.684 times topk, which runs the same kernels)"
-    assert f"Use token_drop capacity_factor=1.5: {gain}, 1.538 in place of 2.000 ms (measured)." in text
+    assert f"Use token_drop capacity_factor=1.5: {gain}, 1.538 in place of 2.000 ms, 23.1 % less (measured)." in text
     assert rows_of(text)[0][1:3] == ["1.300 [1.300, 1.300]", "0.684 [0.684, 0.684]"]
 
 
@@ -278,9 +285,11 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
     text = advice_text(load_timed(write_run(tmp_path / "swept", swept(0.8, 1.5))), BOUNDS)
     first, second = (line for line in text.splitlines() if line.startswith("At "))
     assert first.startswith("At peak load 1: Keep native: ")
-    gain = "a layer is 1.500 times as fast as native, 1.333 in place of 2.000 ms"
+    gain = "a layer is 1.500 times as fast as native, 1.333 in place of 2.000 ms, 33.3 % less"
     assert second == f"At peak load 2: Use token_drop capacity_factor=1.5: {gain} (measured)."
-    assert rows_of(text) == [["token_drop 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower"]]
+    assert rows_of(text) == [
+        ["token_drop 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower", "experts +221 us"]
+    ]
     assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
     assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
 
@@ -299,7 +308,8 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     (row,) = rows_of(text)
     assert row[1].startswith("1.300 [")
     assert row[2] == "1.846", "the first line has the table's milliseconds"
-    gain = "a layer is 1.300 times as fast as native, 1.846 in place of 2.400 ms (modelled; 1.20 to 1.40 by layer)."
+    gain = "a layer is 1.300 times as fast as native, 1.846 in place of 2.400 ms, 23.1 % less"
+    gain += " (modelled; 1.20 to 1.40 by layer)."
     assert gain in text.splitlines()[0]
 
 
@@ -637,7 +647,7 @@ def test_an_answer_asks_both_overlaps_and_tells_them_apart_where_the_pick_differ
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
     text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
-    gain = "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU"
+    gain = "1.143 times as fast, 21.00 in place of 24.00 ms, 12.5 % less, 97,524 in place of 85,333 tokens/s a GPU"
     assert f"Whole model, with all such layers and the rest modelled (prompts of 128 tokens): {gain}." in text
     assert "of one MoE layer" not in text
 
@@ -648,7 +658,7 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     config.write_text(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
     alone = ["--set", "emulate.overlap=none"]  # Half of the command's work, and its first answer.
     assert main(["advise", str(config), "--out", str(tmp_path / "out"), *alone]) == OK
-    use, costs = capsys.readouterr().out.splitlines()[:2]
+    use, _, costs = capsys.readouterr().out.splitlines()[:3]
     said = " ".join(readme.split())
     gain, least, most = re.search(
         r"Use (?:EPLB|variance plan), 1 spare.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
@@ -656,6 +666,57 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"
     assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said
+
+
+# ---- why, and what would change it -------------------------------------------------------------------------------
+
+
+def test_a_candidate_that_loses_says_in_which_phase(tmp_path: Path) -> None:
+    """The phase that grows most over native's, and none of one that is faster."""
+    store = load(write_run(tmp_path, [comparison_of(drop(1.0, 0.8, 0.05, 0.97), drop(2.0, 1.3, 0.05, 0.97))]))
+    slow, fast = candidates(store, BOUNDS).to_dict("records")
+    phases_us = timings(store).groupby(["case_id", "quantity"])["time_us"].median().unstack()
+    native = cases(store).query("role == 'baseline'")["case_id"].iloc[0]
+    more_us = (phases_us.loc[slow["case_id"]] - phases_us.loc[native])[["gate", "policy", "permute", "experts"]]
+    assert slow["growth_phase"] == more_us.idxmax() == "experts"
+    assert slow["growth_us"] == pytest.approx(more_us.max())
+    assert pd.isna(fast["growth_us"])
+    assert growth_words(Growth(phase="policy", us=21, is_summed=True)) == "policy and its sum over ranks +21 us"
+
+
+def test_the_pick_by_medians_stays_until_another_is_clearly_better() -> None:
+    rows = pd.DataFrame({"label": ["mine", "other", "lossy"], "standing": None, "costs": [False, False, True]})
+    rows = rows.assign(kept=[1.0, 1.0, 0.9], speedup_low=0.0, speedup_high=0.0)
+
+    def chosen(*speedups: float, of: str | None = "mine", **changes: Any) -> str | None:
+        low = {"speedup_low": speedups, "speedup_high": speedups}
+        return choice(rows.assign(speedup_median=speedups, **low, **changes), of)
+
+    assert chosen(1.10, 1.12, 1.14) == "mine", "a tie, and a lossy one that is not worth it"
+    assert chosen(1.10, 1.13, 1.14) == "other"
+    assert chosen(1.10, 1.10, 1.16) == "lossy"
+    assert chosen(1.01, 1.00, 1.00) is None
+    assert chosen(1.10, 1.00, 1.00, standing=[OUT_OF_BOUNDS, "", ""]) is None
+    assert chosen(1.01, 1.00, 1.03, of=None) == "lossy"
+
+
+def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
+    """Of a traffic whose peak load is 3 it lies below, for nothing is to be gained of balanced loads."""
+    out = tmp_path / "out"
+    flags = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "4096", "--peak-load", "3", "--json"]
+    fixed = ["--set", "emulate.overlap=none", "--device", "h100-sxm", "--links", "h100-nvlink4"]
+    question = ask(make_parser().parse_args([*flags, *fixed, "--out", str(out)]), BOUNDS)
+    assert question.model() == OK
+    answer = json.loads(write_answer(question, BOUNDS, as_json=True))
+    assert json.loads((out / "advice.json").read_text()) == answer
+    turns = {turn["key"]: turn for turn in answer["answers"][0]["turns"]}
+    assert set(turns) == {"workload.peak_load", "layer.ep_size", "workload.num_tokens"}
+    peak, side = turns["workload.peak_load"], turns["workload.peak_load"]["below"]
+    assert (peak["least"], peak["most"], peak["unsolved"]) == (1, 6, None)
+    assert 1 <= side["far"] < side["near"] <= 3
+    assert side["near"] - side["far"] <= 0.26, "an eighth of the way from balanced loads"
+    line = next(line for line in answer["lines"] if line.startswith("Where it turns, by one draw or layer: "))
+    assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
 
 
 # ---- no traffic is given -------------------------------------------------------------------------------------------

@@ -120,4 +120,4 @@ def test_pages_are_short() -> None:
     words = {page: sum(any(map(str.isalnum, word)) for word in page.read_text().split()) for page in pages}
     assert words.pop(ROOT / "README.md") <= 1_050
     assert words.pop(GENERATED) <= 2_100, "a line a key"
-    assert sum(words.values()) <= 8_480
+    assert sum(words.values()) <= 8_600

@@ -15,8 +15,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from moe_ep_bench.analysis.advice import Upkeep, advice_lines, read_advice
-from moe_ep_bench.analysis.advise import candidates
 from moe_ep_bench.analysis.cases import load_timed, timings
+from moe_ep_bench.analysis.picks import candidates
 from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench.advise_config import Bounds
 from moe_ep_bench.bench.checks import VIRTUAL

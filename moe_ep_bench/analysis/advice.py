@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
@@ -42,6 +42,8 @@ class Case(_Fact):
     Attributes:
         median_ms: of a layer, or of a whole model; None = it was not measured.
         whole: of a layer, a pass of its model where the rest of it is stated.
+        phases_ms: of a mean rank by group of phases (``schema.PHASES``), waiting included; empty where unknown.
+        fullest_rank: pairs of the fullest rank over native's mean.
     """
 
     case_id: str
@@ -49,6 +51,8 @@ class Case(_Fact):
     origin: str
     median_ms: PositiveFloat | None
     whole: Pass | None = None
+    phases_ms: dict[str, NonNegativeFloat] = Field({})
+    fullest_rank: NonNegativeFloat | None = None
 
 
 class Spread(_Fact):
@@ -59,12 +63,30 @@ class Spread(_Fact):
     over: Literal["draw", "layer"]
 
 
+class Growth(_Fact):
+    """The phase in which a candidate takes longer than native by most; ``is_summed``: ranks meet ahead of it."""
+
+    phase: str
+    us: PositiveFloat
+    is_summed: bool = False
+
+
 class Candidate(Case):
-    """A candidate that was measured; its speedup is over native, and over topk too where that is another."""
+    """A candidate that was measured; its speedup is over native, and over topk too where that is another.
+
+    Attributes:
+        standing: its verdict, or why it may not be picked; None in answers of earlier versions.
+        low, high: of the speedup's interval, or of its samples where there are too few batches.
+        growth: why it is hardly faster than native, or slower; None of one that is faster.
+    """
 
     median_ms: PositiveFloat
     verdict: str
+    standing: str | None = None
     speedup: float
+    low: float | None = None
+    high: float | None = None
+    growth: Growth | None = None
     over_topk: float | None = None
     spread: Spread | None = None
     dropped_share: float | None = None
@@ -121,6 +143,35 @@ class Upkeep(_Fact):
         return Upkeep(decision=decision, every=every, pays_after=pays_after, **facts)
 
 
+class Side(_Fact):
+    """Between which two values another is picked: the last that was tried with the pick, the first without it.
+
+    Attributes:
+        pick: what is picked there; None = native.
+    """
+
+    near: float
+    far: float
+    pick: str | None
+
+
+class Turn(_Fact):
+    """Where along one key of the config the pick turns (``turns.solve``).
+
+    Attributes:
+        least, most: the range that was searched.
+        below, above: from the question's value down and up; None = no turn there.
+        unsolved: why nothing was searched; None = it was.
+    """
+
+    key: str
+    least: float | None = None
+    most: float | None = None
+    below: Side | None = None
+    above: Side | None = None
+    unsolved: str | None = None
+
+
 class Variant(_Fact):
     """The same question under another overlap, which has the same pick."""
 
@@ -138,6 +189,9 @@ class Answer(_Fact):
         fastest: the fastest candidate within the bounds, where none is picked.
         beside: of a pick that loses pairs or mass the best that loses none, else the fastest within the bounds that
             does; None = there is none that is faster than native.
+        next_best: the fastest within the bounds but for the pick and ``beside``.
+        candidates: all, the pick first and last those that may not be picked.
+        turns: where another would be picked; empty where nobody asked.
         rest: of a pass, as it was modelled.
         held_out: where batches follow each other in time.
         plans: of replicas, where batches follow each other in time.
@@ -153,6 +207,9 @@ class Answer(_Fact):
     reason: Literal["no_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = None
     fastest: Candidate | None = None
     beside: Candidate | None = None
+    next_best: Candidate | None = None
+    candidates: tuple[Candidate, ...] = ()
+    turns: tuple[Turn, ...] = ()
     fit: Fit | None = None
     rest: Rest | None = None
     held_out: HeldOut | None = None
@@ -171,8 +228,15 @@ class Answer(_Fact):
 
 
 class Advice(_Fact):
-    """All answers to a question, for what they hold, and what may change them."""
+    """All answers to a question, for what they hold, and what may change them.
 
+    Attributes:
+        version: raised when a field changes its name or meaning, not when one is added.
+        lines: the answer for people, without the tables; ``advice_lines`` composes it.
+    """
+
+    version: Literal[1] = 1
+    lines: list[str] = Field([])
     max_dropped: float
     min_retained: float
     answers: list[Answer] = Field(min_length=1)
@@ -188,9 +252,15 @@ class Advice(_Fact):
         return "" if len(self.answers) == 1 else point_words(answer.point) or answer.title
 
 
+def advice_json(advice: Advice) -> str:
+    """The answer as ``advice.json`` and ``--json`` have it (docs/advise.md): facts, and the lines that say them."""
+    lines = [line for block in advice_lines(advice) for line in block.splitlines()]
+    return advice.model_copy(update={"lines": lines}).model_dump_json(indent=2)
+
+
 def write_advice(directory: Path, advice: Advice) -> None:
     """Write ``advice.json`` beside the results that it is about."""
-    write_text(directory / ADVICE, f"{advice.model_dump_json(indent=2)}\n")
+    write_text(directory / ADVICE, f"{advice_json(advice)}\n")
 
 
 def read_advice(directory: Path) -> Advice | None:
@@ -227,6 +297,11 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
         yield from _native_lines(native)
     else:
         yield from _pick_lines(answer, pick)
+    yield from _why_lines(native, pick or answer.fastest)
+    if pick is not None and (other := answer.next_best) is not None:
+        yield f"Next best: {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
+    if answer.turns:
+        yield f"Where it turns, by one draw or layer: {'; '.join(map(_turn_words, answer.turns))}."
     if (chosen := answer.held_out) is not None:
         first = f"{chosen.label}, {chosen.earlier:.3f} times as fast as native there"
         yield f"The first half of the batches would choose {first}; on the second half it is {chosen.later:.3f} times."
@@ -269,6 +344,12 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     over = "" if pick.over_topk is None else f" ({pick.over_topk:.3f} times topk, {SAME_KERNELS})"
     gain = f"{what} is {pick.speedup:.3f} times as fast as native{over}, {_taken(pick.median_ms, native.median_ms)}"
     yield f"Use {pick.label}: {gain} ({how})."
+    if (ours := pick.whole) is not None and (theirs := native.whole) is not None:
+        end_to_end = f"{theirs.ms / ours.ms:.3f} times as fast, {_taken(ours.ms, theirs.ms)}"
+        rates = f"{ours.tokens_per_s_per_rank:,.0f} in place of {theirs.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
+        of = rest_words(answer.rest) if answer.rest else ""
+        rest = f"the rest modelled{of and f' ({of})'}"
+        yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
     yield f"It costs: {_cost(pick)}."
     other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
     if other is not None:
@@ -276,12 +357,6 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     elif loses:
         yield "Without loss none is significantly faster than native."
-    if (ours := pick.whole) is not None and (theirs := native.whole) is not None:
-        end_to_end = f"{theirs.ms / ours.ms:.3f} times as fast, {_taken(ours.ms, theirs.ms)}"
-        rates = f"{ours.tokens_per_s_per_rank:,.0f} in place of {theirs.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
-        of = rest_words(answer.rest) if answer.rest else ""
-        rest = f"the rest modelled{of and f' ({of})'}"
-        yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
 
 
 def _cost(candidate: Candidate) -> str:
@@ -295,6 +370,73 @@ def _cost(candidate: Candidate) -> str:
     if candidate.extra_gib_per_rank:
         costs.append(f"{candidate.extra_gib_per_rank:.3g} GiB more memory on each rank")
     return ", ".join(costs)
+
+
+_GROUPS = {
+    "gate": "the router",
+    "permute": "permutation",
+    "comm": "exchanges",
+    "experts": "experts",
+    "shared": "shared experts",
+    "waiting": "waiting for fuller ranks",
+    "unaccounted": "no phase",
+}
+# What of a layer's time, or of what a candidate saves, is too little to be named.
+_LEAST_NAMED = 0.01
+
+
+def _why_lines(native: Case, other: Candidate | None) -> Iterator[str]:
+    """Where native's time goes, and which of it the pick, or what comes nearest to one, shortens."""
+    if native.median_ms is None or not (spent := native.phases_ms):
+        return
+    least_ms = _LEAST_NAMED * native.median_ms
+    parts = sorted((-ms, _GROUPS.get(group, group)) for group, ms in spent.items() if ms >= least_ms)
+    line = f"Why: a rank's mean time with native is {', '.join(f'{-ms:.3g} ms {name}' for ms, name in parts)}"
+    if native.fullest_rank is not None:
+        line += f"; its fullest rank has {native.fullest_rank:.2f} times the mean load"
+    yield f"{line}."
+    if other is None or not other.phases_ms:
+        return
+    changes = {group: other.phases_ms.get(group, 0.0) - ms for group, ms in spent.items()}
+    said = [(abs(ms), ms, _GROUPS.get(group, group)) for group, ms in changes.items() if abs(ms) >= least_ms]
+    words = [f"{name} by {ms:+.3g} ms" for _, ms, name in sorted(said, reverse=True)]
+    load = "" if other.fullest_rank is None else f" makes that {other.fullest_rank:.2f} and"
+    what = f"changes {', '.join(words)}" if words else "changes no phase by more than 1 % of the layer"
+    yield f"{other.label}{load} {what}."
+
+
+def growth_words(growth: Growth | None) -> str:
+    """``policy +21 us``: why a candidate loses; empty where it does not, or where nothing takes longer."""
+    if growth is None:
+        return ""
+    what = growth.phase.replace("_", " ") + (" and its sum over ranks" if growth.is_summed else "")
+    return f"{what} +{growth.us:,.3g} us"
+
+
+_KEYS = {"workload.peak_load": "peak load", "workload.batch_peak_load": "peak load of a batch"} | {
+    "layer.ep_size": "EP size",
+    "workload.num_tokens": "tokens",
+}
+
+
+def _turn_words(turn: Turn) -> str:
+    """Where the pick turns along a key."""
+    name = _KEYS.get(turn.key, turn.key)
+    if turn.unsolved is not None:
+        return f"{name}: not solved, {turn.unsolved}"
+    assert turn.least is not None
+    assert turn.most is not None
+    if turn.below is turn.above is None:
+        return f"{name}: no turn from {turn.least:,g} to {turn.most:,g}"
+    said = []
+    for side, beyond, end in ((turn.below, "below", turn.least), (turn.above, "above", turn.most)):
+        if side is None:
+            said.append(f"none {'down' if beyond == 'below' else 'up'} to {end:,g}")
+        else:
+            least, most = sorted((side.near, side.far))
+            pick = f"use {side.pick}" if side.pick else "keep native"
+            said.append(f"between {least:,g} and {most:,g} ({beyond}: {pick})")
+    return f"{name}: {', '.join(said)}"
 
 
 _DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}
@@ -325,7 +467,9 @@ def _variant_line(variant: Variant) -> str:
 
 def _taken(ours_ms: float, native_ms: float | None) -> str:
     assert native_ms is not None  # as answers are checked
-    return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms"
+    change = 100 * (ours_ms / native_ms - 1)
+    words = f"{abs(change):.1f} % {'less' if change <= 0 else 'more'}"
+    return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms, {words}"
 
 
 def _for(advice: Advice) -> str:

@@ -1,9 +1,7 @@
-"""``advise``: the pick and what it costs in a few lines, then all candidates.
+"""``advise``: the pick, what it costs and why in a few lines, then all candidates.
 
-The pick is a candidate within the bounds whose verdict is ``faster`` (``statistics.judge``): the fastest without loss,
-unless one that drops or reroutes is faster by more than 5 % and beyond its range. Within 2 % is a tie; the candidate
-that keeps more score mass wins. Where there is none, native stays. The fastest of many is in part the luckiest, on the
-traffic that chose it: the answer says so, and gives the range of its speedup over draws or layers.
+The pick follows the rule of ``picks``. The fastest of many is in part the luckiest, on the traffic that chose it: the
+answer says so, and gives the range of its speedup over draws or layers.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -19,109 +16,37 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import (
     ADVICE,
-    DIGITS,
-    ROUNDING,
     Advice,
     Answer,
     Candidate,
     Case,
+    Growth,
     HeldOut,
     Pass,
     Spread,
     Upkeep,
     Variant,
+    advice_json,
     advice_lines,
     costs_answers,
+    growth_words,
+    read_advice,
     write_advice,
 )
-from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load_timed, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load_timed
 from moe_ep_bench.analysis.columns import COSTS, Row, Table, milliseconds, missing, number, render, text
-from moe_ep_bench.analysis.notes import (
-    MODEL_CAVEAT,
-    MOST_DROPPED,
-    WARNING,
-    chance_words,
-    layers_words,
-    warnings,
-)
-from moe_ep_bench.analysis.store import ITERATION, Store
+from moe_ep_bench.analysis.notes import MODEL_CAVEAT, WARNING, chance_words, layers_words, warnings
+from moe_ep_bench.analysis.picks import BARRED, candidates, fastest
+from moe_ep_bench.analysis.reduce import GROUPS
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.tables import View, table_of
+from moe_ep_bench.analysis.turns import with_turns
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import NOT_EXECUTED, PeakLoads, Workload, has_assumed_traffic
+from moe_ep_bench.facts import NOT_EXECUTED, JsonRecord, PeakLoads, Workload, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.models.memory import Fit
-from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
-
-# What a candidate is that may not be picked, in place of its verdict.
-OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
-_TIE = 0.02
-# By how much, and beyond its range, what costs answers must be faster than what does not.
-_WORTH = 0.05
-
-
-# ---- candidates and the pick -----------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=2)
-def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
-    """A row per candidate and comparison: measured policies and replication. ``topk`` is the model's own routing.
-
-    Left out is what drops more than 95 % of the pairs.
-
-    Returns:
-        Columns of ``cases``, by case id, and: ``standing``, the verdict, or why it may not be picked; ``is_pick``; the
-        least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several; in how
-        many of them the median speedup is above 1 (``num_gaining``); the median over the first half of the batches and
-        over the others (``earlier``, ``later``); ``differs_from_topk``; ``costs``: it loses pairs or score mass.
-    """
-    rows = cases(store)
-    rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
-    rows = rows[rows["speedup_median"].notna() & rows["missing_share"].notna()]  # of one piece
-    rows = rows[~(rows["dropped_share"] > MOST_DROPPED)]
-    rows = rows.set_index("case_id", drop=False).rename_axis(None)
-    times = timings(store)
-    ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
-    speedup_CD = ratios.groupby(["case_id", "launch"]).median().unstack().reindex(rows.index)
-    batch, of_draw = ratios.index.get_level_values("batch").to_series(index=ratios.index), ["case_id", "launch"]
-    first, last = (batch.groupby(of_draw).transform(end) for end in ("min", "max"))
-    is_early, of_case = 2 * (batch - first) < last - first + 1, ratios.index.get_level_values("case_id")
-    # What does not tell dropped from rerouted pairs is held to the bound by both.
-    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + ROUNDING
-    is_out |= rows["retained_mass"] < bounds.min_retained - ROUNDING
-    several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOT_EXECUTED))
-    rows = rows.assign(
-        standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
-        least=speedup_CD.min(axis=1).where(several),
-        most=speedup_CD.max(axis=1).where(several),
-        num_gaining=(speedup_CD > 1).sum(axis=1),
-        earlier=ratios.where(is_early).groupby(of_case).median(),
-        later=ratios.where(~is_early).groupby(of_case).median(),
-        kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
-        differs_from_topk=differs_from_topk(rows),
-    )
-    rows = rows.assign(costs=costs_answers(rows["missing_share"], rows["retained_mass"]))
-    faster = rows[rows["standing"] == "faster"]
-    picks = [_best(own).name for _, own in faster.groupby("comparison_id")]
-    return rows.assign(is_pick=rows.index.isin(picks))
-
-
-def _best(rows: pd.DataFrame) -> pd.Series:
-    """The pick of candidates of one comparison that are all faster."""
-    fastest, lossless = _fastest(rows), rows[~rows["costs"]]
-    if lossless.empty:
-        return fastest
-    kept = _fastest(lossless)
-    is_worth = fastest["speedup_median"] > (1 + _WORTH) * kept["speedup_median"]
-    return fastest if is_worth and fastest["speedup_low"] > kept["speedup_high"] else kept
-
-
-def _fastest(rows: pd.DataFrame) -> pd.Series:
-    """The fastest candidate; of those that tie with it the one that keeps most score mass."""
-    tied = rows[rows["speedup_median"] >= rows["speedup_median"].max() / (1 + _TIE)]
-    return tied.sort_values(["kept", "speedup_median"], kind="stable").iloc[-1]
-
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
@@ -166,9 +91,10 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
     )
 
 
-def advice_text(store: Store, bounds: Bounds, question: Question | None = None) -> str:
-    """The answer for people: the picks, then candidates and notes."""
-    return _text(advise(store, bounds, question), store, bounds)
+def advice_text(store: Store, bounds: Bounds, question: Question | None = None, *, as_json: bool = False) -> str:
+    """The answer for people, the picks, then candidates and notes; or as ``advice.json`` has it."""
+    advice = advise(store, bounds, question)
+    return advice_json(advice) if as_json else _text(advice, store, bounds)
 
 
 def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
@@ -198,11 +124,13 @@ def _picked(rows: pd.DataFrame) -> Candidate | None:
     return _candidate(rows[rows["is_pick"]].iloc[0]) if rows["is_pick"].any() else None
 
 
-def write_answer(question: Question, bounds: Bounds) -> str:
-    """Write the answer to a question that was modelled as ``advice.json``; return it for people, and where it lies."""
-    store = load_timed(question.out)
-    advice = advise(store, bounds, question)
+def write_answer(question: Question, bounds: Bounds, *, as_json: bool = False) -> str:
+    """Write the answer to a question that was modelled as ``advice.json``; return the same, or it for people."""
+    store, before = load_timed(question.out), read_advice(question.out)
+    advice = with_turns(advise(store, bounds, question), question, bounds, store, before)
     write_advice(question.out, advice)
+    if as_json:
+        return advice_json(advice)
     show = f"moe-ep-bench show {question.out}"
     where = f"all of it: {question.out} ({ADVICE}; {show}); config: {question.config}"
     return f"{_text(advice, store, bounds)}\n\n{where}"
@@ -219,7 +147,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         "few_batches": len(rows) > 0 and not rows["speedup_is_interval"].eq(True).any(),
         "no_gain": True,
     }
-    within = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median")
+    within = rows[~rows["standing"].isin(BARRED)].sort_values("speedup_median")
     return Answer(
         comparison_id=about["comparison_id"],
         title=about["title"],
@@ -229,7 +157,9 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         pick=pick,
         reason=None if pick else next(name for name, holds in reasons.items() if holds),
         fastest=None if pick or within.empty else _candidate(within.iloc[-1]),
-        beside=_beside(rows) if pick else None,
+        beside=(beside := _beside(rows) if pick else None),
+        next_best=_next_best(within, pick, beside) if pick else None,
+        candidates=tuple(_candidate(row) for _, row in _in_order(rows).iterrows()),
         fit=fit,
         rest=rest,
         peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
@@ -242,12 +172,19 @@ def _beside(rows: pd.DataFrame) -> Candidate | None:
     """The best without loss beside a pick that loses, else the fastest that loses; None where none is faster."""
     pick = rows[rows["is_pick"]].iloc[0]
     others = rows[(rows["standing"] == "faster") & (rows["costs"] != pick["costs"])]
-    return None if others.empty else _candidate(_fastest(others))
+    return None if others.empty else _candidate(fastest(others))
+
+
+def _next_best(rows: pd.DataFrame, *named: Candidate | None) -> Candidate | None:
+    """The fastest of those within the bounds, in order, that is faster than native and not named yet."""
+    labels = [one.label for one in named if one is not None]
+    others = rows[~rows["label"].isin(labels) & (rows["speedup_median"] > 1)]
+    return None if others.empty else _candidate(others.iloc[-1])
 
 
 def _held_out(rows: pd.DataFrame) -> HeldOut | None:
     """What the first half of the batches would have chosen, and its speedup on the others; None where it is native."""
-    allowed = rows[~rows["standing"].isin(_BARRED) & (rows["earlier"] > 1) & rows["later"].notna()]
+    allowed = rows[~rows["standing"].isin(BARRED) & (rows["earlier"] > 1) & rows["later"].notna()]
     if allowed.empty:
         return None
     chosen = allowed.loc[allowed["earlier"].idxmax()]
@@ -272,7 +209,13 @@ def _upkeep(row: pd.Series, native: pd.Series) -> Upkeep:
 
 
 def _native(row: pd.Series) -> Case:
-    return Case(**_values(row, Case), whole=_pass(row))
+    return Case(**_values(row, Case), **_shown(row))
+
+
+def _shown(row: pd.Series) -> dict[str, Any]:
+    """Facts of a case that are of several columns."""
+    phases = {group: row.get(f"{group}_ms") for group in GROUPS}
+    return {"whole": _pass(row), "phases_ms": {group: max(0, ms) for group, ms in phases.items() if not missing(ms)}}
 
 
 def _candidate(row: pd.Series) -> Candidate:
@@ -280,13 +223,15 @@ def _candidate(row: pd.Series) -> Candidate:
     if not missing(row["least"]):
         spread = Spread(least=row["least"], most=row["most"], over="draw" if row["num_draws"] > 1 else "layer")
     over_topk = row["over_topk_median"] if row["differs_from_topk"] else None
-    shown = {"speedup": row["speedup_median"], "over_topk": over_topk, "spread": spread, "whole": _pass(row)}
-    return Candidate(**_values(row, Candidate), **shown)
+    speedup = {"speedup": row["speedup_median"], "low": row["speedup_low"], "high": row["speedup_high"]}
+    shown = {**speedup, "over_topk": over_topk, "spread": spread, "growth": _growth(row)}
+    return Candidate(**_values(row, Candidate), **_shown(row), **shown)
 
 
-def _values(row: pd.Series, kind: type[Case]) -> dict[str, Any]:
-    """Fields that are columns; null where a row has none."""
-    return {name: None if missing(row[name]) else row[name] for name in kind.model_fields if name in row}
+def _values(row: Row, kind: type[JsonRecord], prefix: str = "") -> dict[str, Any]:
+    """Fields that are columns, whose names may begin with a prefix; null where a row has none."""
+    named = {name: f"{prefix}{name}" for name in kind.model_fields}
+    return {name: None if missing(row[column]) else row[column] for name, column in named.items() if column in row}
 
 
 def _pass(row: pd.Series) -> Pass | None:
@@ -295,16 +240,29 @@ def _pass(row: pd.Series) -> Pass | None:
     return Pass(ms=row["pass_ms"], tokens_per_s_per_rank=row["tokens_per_s_per_rank"])
 
 
+def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """The pick first, and last those that may not be."""
+    rows = rows.assign(is_barred=rows["standing"].isin(BARRED))
+    return rows.sort_values(["is_pick", "is_barred", "speedup_median"], ascending=[False, True, False])
+
+
+def _growth(row: Row) -> Growth | None:
+    """Why a candidate is hardly faster than native; None where it is, or where nothing takes longer."""
+    return None if missing(row["growth_us"]) else Growth(**_values(row, Growth, "growth_"))
+
+
 def _table(store: Store, rows: pd.DataFrame, title: str) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
-    rows = rows.assign(
-        is_barred=rows["standing"].isin(_BARRED), standing=rows["standing"].replace(BELOW_MODEL, "below model")
-    ).sort_values(["is_pick", "is_barred", "speedup_median"], ascending=[False, True, False])
+    why = [growth_words(growth) or None for growth in map(_growth, rows.to_dict("records"))]
+    rows = _in_order(rows).assign(why=pd.Series(why, rows.index, dtype=object))
+    rows = rows.assign(standing=rows["standing"].replace(BELOW_MODEL, "below model"))
     over_topk = ["over_topk_median"] if rows["differs_from_topk"].any() else []
-    times = (number("median_ms", "ms", milliseconds), *COSTS, number("extra_gib_per_rank", "GiB", "{:.2g}"))
+    times = (number("median_ms", "ms", milliseconds), "tokens_per_s_per_rank")
+    costs = (*COSTS, number("extra_gib_per_rank", "GiB", "{:.2g}"))
+    words = (text("standing", "verdict"), text("why"))
     is_model = (rows["scope"] == "model").any()
     view = View(
-        (text("label", "candidate"), "speedup_median", *over_topk, *times, text("standing", "verdict")),
+        (text("label", "candidate"), "speedup_median", *over_topk, *times, *costs, *words),
         headers={"speedup_median": "end to end" if is_model else "speedup", "retained_mass": "kept"},
         title=lambda *_: title,
         notes=(),

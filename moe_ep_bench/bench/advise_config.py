@@ -12,7 +12,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -55,7 +55,7 @@ DRAWS, _FEW_DRAWS = 5, 2
 # batches are alike: with fewer, replicas would be planned by too few tokens.
 _BATCHES, _BATCHES_OF_A_DRAW = 10, 4
 # Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
-_STAND_IN, _REACHED = "olmoe-1b-7b", 0.75
+_STAND_IN, REACHED = "olmoe-1b-7b", 0.75
 _NATIVE = [{"name": "topk"}]
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
@@ -97,6 +97,32 @@ class Question:
         return "\n".join(
             [*map(assumption_words, self.assumptions), f"config: {self.config} (not written)", "", self.text.rstrip()]
         )
+
+    def at(self, values: Mapping[str, Any], rules: Iterable[tuple[str, str]]) -> Point:
+        """The question at one point, with other values of keys, of a few candidates; its config has been written.
+
+        Args:
+            rules: name and settings of each candidate, these as JSON (``CaseFacts.policy_params``).
+
+        Raises:
+            UserError: it cannot be asked so; one line.
+        """
+        raw, sweep = read_config(self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        where = Path(self.config.name)
+        emulate, policies = raw["emulate"], [one["name"] for one in raw["policies"]]
+        moving = [one["name"] for one in emulate.get("rebalance") or []]
+        chosen: dict[str, list[dict[str, Any]]] = {"policies": [], "rebalance": [], "replication": []}
+        for name, params in rules:
+            key = "policies" if name in policies else "rebalance" if name in moving else "replication"
+            own = {field: value for field, value in json.loads(params).items() if value is not None}
+            chosen[key].append(own if key == "replication" else {"name": name, **own})
+        raw["policies"] = chosen.pop("policies") or _NATIVE
+        links = load_device(emulate.get("device", DEVICE)).links
+        if emulate["links"] in links:
+            emulate["links"] = links[raw["layer"]["ep_size"] > _NODE]
+        raw["emulate"] = {**emulate, **chosen}
+        experiments = experiments_of(where, raw, sweep)
+        return plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)[0]
 
     def model(self, *, force: bool = False) -> int:
         """Write the config and model its comparisons; return the exit status as ``emulate`` does.
@@ -203,7 +229,7 @@ class _Draft:
         skews = Skews.named(preset if preset in Skews.names() else _STAND_IN).by_name()
         of = skews["mixed"].of or (asked.model.spec().name if preset in Skews.names() else load_model(_STAND_IN).name)
         spec = asked.model.spec()
-        most = _REACHED * spec.num_experts / spec.top_k
+        most = REACHED * spec.num_experts / spec.top_k
         peaks = (1.0, *(round(min(skews[name].peak_load, most), 2) for name in ("mixed", "worst_layer")))
         self.sweep = {**self.sweep, "workload.peak_load": list(dict.fromkeys(peaks))}
         self.assumed.append(Assumption(kind="traffics", names=[of], peak_loads=peaks))

@@ -67,6 +67,7 @@ advise  find the fastest policy within bounds on what it drops
   @set
   --force  repeat finished cases
   --dry-run  print candidates, traffic and the config; run nothing
+  --json  print the answer as advice.json has it
   [traffic (one of these, or --set; none: answers for balanced, typical and hard traffic)]
   --trace FILE  a moe-trace-v1 recording
   --counts FILE  counts of experts: JSON (SGLang's dump), CSV or npz

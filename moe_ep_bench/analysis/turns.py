@@ -1,0 +1,221 @@
+"""Where the pick turns: the peak load, EP size or tokens of a batch from which on another candidate would be picked.
+
+Few further points are modelled: of the pick, its closest rivals and native alone, in one draw or layer, that in which
+the pick's speedup is its median. Values of a key stand on a grid on both sides of the question's own. First every
+fourth is asked, and the ends, of all keys together; where another is picked, then the values between that one and the
+last that has the pick. The pick at a point is that of medians, without intervals (``picks.choice``), and stays while no
+other is clearly better. Two turns that lie close to each other may be missed. A batch of many scores is not asked about
+at all, so that work is bounded, and an answer is the same on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from moe_ep_bench.analysis.advice import Advice, Answer, Side, Turn
+from moe_ep_bench.analysis.cases import load_timed, timings
+from moe_ep_bench.analysis.picks import candidates, choice
+from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question
+from moe_ep_bench.bench.point import Point
+from moe_ep_bench.config import Experiment
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import ALL
+
+PEAK_LOADS, EP_SIZE, TOKENS = ("workload.peak_load", "workload.batch_peak_load"), "layer.ep_size", "workload.num_tokens"
+# Scores (tokens times experts) of a batch, and of all batches of a point, at most.
+_MOST_OF_BATCH, _MOST_OF_POINT = 2**21, 2**20
+# Parts of the way from balanced loads to the question's peak load, and as many beyond it.
+_PARTS = 8
+# Multiples of the question's EP size and tokens.
+_EP_SIZES, _TOKENS = (1 / 4, 1 / 2, 1, 2, 4), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+# Every so many values, from the question's own on, are asked first.
+_STRIDE = 4
+
+
+def with_turns(
+    advice: Advice, question: Question, bounds: Bounds, store: Store, before: Advice | None = None
+) -> Advice:
+    """The one answer of a question with where it turns; several answers say that themselves.
+
+    Args:
+        before: the answer that was given to the same question, whose turns hold where all else is equal.
+    """
+    if len(advice.answers) != 1:
+        return advice
+    (answer,) = advice.answers
+    said = before.answers[0] if before is not None and len(before.answers) == 1 else None
+    if said is not None and said.model_copy(update={"turns": ()}) == answer:
+        turns = said.turns
+    else:
+        turns = solve(question, bounds, store, answer)
+    return advice.model_copy(update={"answers": [answer.model_copy(update={"turns": turns})]})
+
+
+def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> tuple[Turn, ...]:
+    """Where the pick of a question's answer turns, by key; what cannot be solved says why.
+
+    Args:
+        store: what was modelled of the question.
+    """
+    pick = answer.pick and answer.pick.label
+    near = [one.label for one in (answer.pick, answer.beside, answer.next_best, answer.fastest) if one is not None]
+    rows = candidates(store, bounds)
+    rows = rows[(rows["comparison_id"] == answer.comparison_id) & rows["label"].isin(near)]
+    if rows.empty:
+        return ()
+    rows, launch = _in_typical_draw(store, rows, near[0])
+    point = _points_of(question, store, answer)[launch]
+    found = {key: values for key, values in _grids(point) if len(values) > 1}
+    why = None
+    if choice(rows, pick) != pick:
+        why = "for in its typical draw or layer the pick is too close to call"
+    elif (num_scores := _num_scores(point.experiment)) > _MOST_OF_BATCH:
+        why = f"for a batch has {num_scores / 1e6:,.0f} million scores"
+    if why is not None:
+        return tuple(Turn(key=key, unsolved=why) for key in found)
+    return tuple(_Solver(question, bounds, rows, pick, point).turns(found))
+
+
+def _in_typical_draw(store: Store, rows: pd.DataFrame, label: str) -> tuple[pd.DataFrame, int]:
+    """Candidates with their speedups in the draw or layer in which one's is its median, and the number of that."""
+    times = timings(store)
+    ratios = times[(times["quantity"] == ALL) & times["case_id"].isin(rows.index)]
+    speedup_CD = ratios.groupby(["case_id", "launch"])["speedup"].median().unstack()
+    own_D = speedup_CD.loc[rows.index[rows["label"] == label][0]]
+    launch = (own_D - own_D.median()).abs().idxmin()
+    return rows.assign(speedup_median=speedup_CD[launch].reindex(rows.index)), int(launch)
+
+
+def _points_of(question: Question, store: Store, answer: Answer) -> list[Point]:
+    """The draws or layers that an answer is of, in order."""
+    facts = next(one.facts for one in store.comparisons if one.comparison_id == answer.comparison_id)
+    alike = [one for one in question.comparisons if one.overlap == facts.overlap]
+    return [one for one in alike if answer.point.items() <= dict(one.experiment.point).items()]
+
+
+def _grids(point: Point) -> Iterator[tuple[str, list[float]]]:
+    """Values of each key that the question has a value of, its own among them, in order."""
+    spec = point.model
+    for key in PEAK_LOADS:
+        if (peak := _value(point, key)) is not None:
+            most = max(peak, REACHED * spec.num_experts / spec.top_k)
+            shares = [part / _PARTS for part in range(_PARTS)]
+            below = [1 + share * (peak - 1) for share in shares] if peak > 1 else []
+            above = [min(most, peak * (1 + share)) for share in [*shares, 1.0]]
+            yield key, sorted({round(value, 2) for value in below + above[1:]} | {peak})
+    if (ep_size := _value(point, EP_SIZE)) is not None:
+        sizes = [ep_size * share for share in _EP_SIZES]
+        yield EP_SIZE, [int(size) for size in sizes if size == int(size) > 1 and spec.num_experts % size == 0]
+    if (tokens := _value(point, TOKENS)) is not None:
+        yield TOKENS, sorted({int(tokens * share) for share in _TOKENS} - {0})
+
+
+def _num_scores(experiment: Experiment) -> int:
+    """Scores of a batch."""
+    return experiment.workload.total_tokens(experiment.virtual_ranks) * experiment.model.spec().num_experts
+
+
+@dataclass(frozen=True, eq=False)
+class _Solver:
+    """What is asked of further points.
+
+    Attributes:
+        rows: candidates that are asked about, of which ``pick`` is one; None = native.
+        point: the question in one draw or layer.
+        points: by key and value; None = it cannot be asked there, for what stands in ``problems``.
+        picks: what was found, by key and value.
+    """
+
+    question: Question
+    bounds: Bounds
+    rows: pd.DataFrame
+    pick: str | None
+    point: Point
+    points: dict[tuple[str, float], Point | None] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    picks: dict[tuple[str, float], str | None] = field(default_factory=dict)
+
+    def turns(self, grids: Mapping[str, Sequence[float]]) -> list[Turn]:
+        """Where the pick turns along each key, whose values stand in order."""
+        ways = [(key, *way) for key, values in grids.items() for way in self._ways(key, values)]
+        self._ask((key, [*values[_STRIDE - 1 : -1 : _STRIDE], *values[-1:]]) for key, _, values in ways)
+        self._ask((key, self._open(key, values)) for key, _, values in ways)
+        return [self._turn(key, [way for of_key, *way in ways if of_key == key]) for key in grids]
+
+    def _ways(self, key: str, values: Sequence[float]) -> Iterator[tuple[str, list[float]]]:
+        """The values below and above the question's own, from it on, up to the last that can be asked about."""
+        own = values.index(_value(self.point, key))
+        for name, way in (("below", list(values[:own][::-1])), ("above", list(values[own + 1 :]))):
+            while way and self._at(key, way[-1]) is None:
+                way.pop()
+            yield name, way
+
+    def _open(self, key: str, values: Sequence[float]) -> Sequence[float]:
+        """Those between the last with the pick and the first without it."""
+        near, far = self._bracket(key, values)
+        return values[near + 1 : far] if far is not None else []
+
+    def _bracket(self, key: str, values: Sequence[float]) -> tuple[int, int | None]:
+        """Places of the last value with the pick, -1 for the question's own, and of the first without it, if any."""
+        near = -1
+        for place, value in enumerate(values):
+            if self.picks.get((key, value), self.pick) != self.pick:
+                return near, place
+            near = place if (key, value) in self.picks else near
+        return near, None
+
+    def _turn(self, key: str, ways: Sequence[tuple[str, list[float]]]) -> Turn:
+        """What was found along a key."""
+        if not any(values for _, values in ways):
+            return Turn(key=key, unsolved=f"for {self.problems[key]}")
+        own, sides = _value(self.point, key), {}
+        for name, values in ways:
+            near, far = self._bracket(key, values)
+            if far is not None:
+                pick = self.picks[key, values[far]]
+                sides[name] = Side(near=own if near < 0 else values[near], far=values[far], pick=pick)
+        least, most = ([own, *values][-1] for _, values in ways)
+        return Turn(key=key, least=least, most=most, **sides)
+
+    def _at(self, key: str, value: float) -> Point | None:
+        """The question in its one draw or layer, of its candidates alone, with another value; None = it cannot be."""
+        if (key, value) not in self.points:
+            asked = self.point.experiment
+            share = value / _value(self.point, key) if key == TOKENS else 1
+            num_batches = min(asked.workload.num_batches, max(1, int(_MOST_OF_POINT / (share * _num_scores(asked)))))
+            values = {**dict(asked.point), OVERLAP: self.point.overlap, "workload.num_batches": num_batches, key: value}
+            rules = self.rows[["policy", "policy_params"]].itertuples(index=False)
+            try:
+                self.points[key, value] = self.question.at(values, rules)
+            except UserError as problem:
+                self.points[key, value], self.problems[key] = None, str(problem).removeprefix(f"{CONFIG_NAME}: ")
+        return self.points[key, value]
+
+    def _ask(self, asked: Iterable[tuple[str, Sequence[float]]]) -> None:
+        """Find what is picked at values; points are modelled in a directory that is then thrown away."""
+        from moe_ep_bench.bench.commands import emulate  # needs torch
+
+        places = [(key, value) for key, values in asked for value in values]
+        points = {place: point for place in places if (point := self._at(*place)) is not None}
+        if not points:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            with contextlib.redirect_stderr(io.StringIO()):
+                emulate(list(points.values()), Path(folder, "turns"))
+            rows = candidates(load_timed(Path(folder, "turns")), self.bounds)
+        for place, point in points.items():
+            self.picks[place] = choice(rows[rows["comparison_id"] == point.comparison_id], self.pick)
+
+
+def _value(point: Point, key: str) -> float | None:
+    """The question's value of a key; None where its workload has no such key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(point.experiment, section), name, None)

@@ -26,7 +26,8 @@ COMMANDS = [
     ["show", "emulated"],
     ["plot", "emulated", "--format", "svg", "--figures", "speedup"],
     ["compare", "emulated", "emulated"],
-    ["advise", "tiny.yaml", "--out", "advised"],
+    ["advise", "tiny.yaml", "--dry-run"],  # What it goes on with is what ``emulate`` does.
+    ["advise", "emulated"],
     ["check-policy", "topk"],
 ]
 SCRIPT = """

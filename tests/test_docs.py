@@ -84,6 +84,21 @@ def test_commands_that_wait_for_a_gpu_name_configs_keys_and_steps_that_there_are
     assert set(steps) <= set(re.findall(rf"(?:^|\|\| )(?:{kinds}) ([\w-]+) ", script, re.MULTILINE))
 
 
+def test_contributors_are_led_to_files_and_tables_that_there_are_and_to_every_room() -> None:
+    text, package = (ROOT / "docs" / "contributing.md").read_text(), ROOT / "moe_ep_bench"
+    paths = set(re.findall(r"(?<![\w./-])[a-z_][\w/]*(?:/|\.py|\.yaml|\.sh)(?![\w/.])", text))
+    assert len(paths) > 50
+    assert not [path for path in paths if not any((root / path).exists() for root in (package, ROOT))]
+    tables = re.findall(r"`([\w/]+\.py)` \((`[^):]*`)", text)
+    assert len(tables) > 12
+    for path, names in tables:
+        code = next(root / path for root in (package, ROOT) if (root / path).exists()).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^(class )?{name}\b", code, re.MULTILINE), (path, name)
+    rooms = {path.name + "/" * path.is_dir() for path in package.iterdir() if not path.name.startswith("__")}
+    assert rooms <= paths
+
+
 def test_readme_lists_every_command_and_policy() -> None:
     from moe_ep_bench.policies import POLICIES
 
@@ -120,4 +135,5 @@ def test_pages_are_short() -> None:
     words = {page: sum(any(map(str.isalnum, word)) for word in page.read_text().split()) for page in pages}
     assert words.pop(ROOT / "README.md") <= 1_050
     assert words.pop(GENERATED) <= 2_100, "a line a key"
+    assert words.pop(ROOT / "docs" / "contributing.md") <= 250, "beside pages for users"
     assert sum(words.values()) <= 8_600

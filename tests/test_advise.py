@@ -28,16 +28,16 @@ from trace_files import write_trace
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advice import Growth, advice_lines, growth_words, read_advice
-from moe_ep_bench.analysis.advise import advice_text, write_answer
+from moe_ep_bench.analysis.advise import advice_text, advise, write_answer
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.page import page_of
-from moe_ep_bench.analysis.picks import OUT_OF_BOUNDS, candidates, choice
+from moe_ep_bench.analysis.picks import OUT_OF_BOUNDS, against, candidates, choice
 from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment, label_of
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
-from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.facts import Assumption
 from moe_ep_bench.facts.words import assumption_words, rest_words
 from moe_ep_bench.models import load_model
@@ -717,6 +717,55 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
     assert side["near"] - side["far"] <= 0.26, "an eighth of the way from balanced loads"
     line = next(line for line in answer["lines"] if line.startswith("Where it turns, by one draw or layer: "))
     assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
+
+
+def test_any_two_candidates_have_a_verdict_paired_with_its_interval(tmp_path: Path) -> None:
+    """Of pairs in one iteration, whose noise native's share does not enter."""
+    directory = write_run(tmp_path, [comparison_of(drop(1.0, 1.2, 0.05, 0.97), drop(1.5, 1.5, 0.05, 0.97), eplb(1.5))])
+    store = load_timed(directory)
+    rows = candidates(store, BOUNDS)
+    found = against(store, rows, "token_drop 1.0")
+    assert found.equals(against(store, rows, "token_drop capacity_factor=1.0"))
+    by_label = found.set_index(rows["label"])
+    assert by_label.loc["token_drop capacity_factor=1.5", "versus_median"] == pytest.approx(1.25, rel=1e-3)
+    assert by_label["versus_verdict"].dropna().tolist() == ["faster", "faster"]
+    text = advice_text(store, BOUNDS, versus="token_drop capacity_factor=1.5")
+    assert (
+        "\nAgainst token_drop capacity_factor=1.5: EPLB, 1 spare per rank is 1.000 [1.000, 1.000] times as fast "
+        in text
+    )
+    assert rows_of(text)[-1][-2:] == ["0.800 [0.800, 0.800]", "slower"]
+    with pytest.raises(UserError, match=r"^--versus mine: expected one of token_drop capacity_factor=1.0, "):
+        advise(store, BOUNDS, versus="mine")
+    assert main(["advise", str(directory), "--versus", "mine"]) == USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_one"),
+    [
+        ({"targets": {"peak_load": 4.0}}, True),
+        ({"targets": {"peak_load": 4.0, "rank_load": {"2": 1.2}}}, True),
+        ({"targets": {"peak_load": 4.0}, "is_balanced": True}, False),
+        ({"targets": {"expert_loads": [1.0] * 8}}, False),
+        ({"targets": {}}, False),
+    ],
+)
+def test_an_interval_of_one_draw_says_so_in_its_row(facts: dict[str, Any], is_one: bool, tmp_path: Path) -> None:
+    """Also where the skew's load of the fullest rank is kept, for that holds native's alone."""
+    made = comparison_of(eplb(1.2), facts={"workload": {"kind": "synthetic", "tail_model": None, **facts}, **MODELLED})
+    text = advice_text(load_timed(write_run(tmp_path, [made], "emulated")), BOUNDS)
+    assert rows_of(text)[0][1] == "1.200 [1.200, 1.200]" + " one draw" * is_one
+
+
+@pytest.mark.parametrize(("most", "is_said"), [(3800, True), (2100, False)])
+def test_ranks_of_unequal_tokens_are_said_to_decide(most: int, is_said: bool, tmp_path: Path) -> None:
+    """4,096 tokens on two ranks; native's fullest rank has 1.21 times the mean of the pairs."""
+    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "phase": "prefill"}]}
+    workload = {"kind": "recorded", "tail_model": None, "stage": "prefill", "layer": 1, "recording": recording}
+    facts = {"workload": workload, "rank_tokens": [4096 - most, most], **MODELLED}
+    text = advice_text(load_timed(write_run(tmp_path, [comparison_of(eplb(1.2), facts=facts)], "emulated")), BOUNDS)
+    said = f"\nRanks hold {4096 - most:,} to {most:,} tokens by whole sequences, up to {most / 2048:.2f} times the mean"
+    assert (said in text) == is_said
 
 
 # ---- no traffic is given -------------------------------------------------------------------------------------------

@@ -71,6 +71,15 @@ class Growth(_Fact):
     is_summed: bool = False
 
 
+class Versus(_Fact):
+    """A candidate set against another one: its speedup over that, with its interval, and the verdict."""
+
+    median: PositiveFloat
+    low: float
+    high: float
+    verdict: str
+
+
 class Candidate(Case):
     """A candidate that was measured; its speedup is over native, and over topk too where that is another.
 
@@ -88,6 +97,7 @@ class Candidate(Case):
     high: float | None = None
     growth: Growth | None = None
     over_topk: float | None = None
+    versus: Versus | None = None
     spread: Spread | None = None
     dropped_share: float | None = None
     rerouted_share: float | None = None
@@ -143,6 +153,14 @@ class Upkeep(_Fact):
         return Upkeep(decision=decision, every=every, pays_after=pays_after, **facts)
 
 
+class RankTokens(_Fact):
+    """The fewest and the most tokens that a rank holds in any batch, and the mean."""
+
+    least: NonNegativeFloat
+    most: PositiveFloat
+    mean: PositiveFloat
+
+
 class Side(_Fact):
     """Between which two values another is picked: the last that was tried with the pick, the first without it.
 
@@ -189,6 +207,7 @@ class Answer(_Fact):
         fastest: the fastest candidate within the bounds, where none is picked.
         beside: of a pick that loses pairs or mass the best that loses none, else the fastest within the bounds that
             does; None = there is none that is faster than native.
+        tokens_of_ranks: where a recording's sequences stay whole.
         next_best: the fastest within the bounds but for the pick and ``beside``.
         candidates: all, the pick first and last those that may not be picked.
         turns: where another would be picked; empty where nobody asked.
@@ -215,6 +234,7 @@ class Answer(_Fact):
     held_out: HeldOut | None = None
     plans: tuple[Upkeep, ...] = ()
     peaks: PeakLoads | None = None
+    tokens_of_ranks: RankTokens | None = None
     variants: tuple[Variant, ...] = ()
 
     @model_validator(mode="after")
@@ -232,6 +252,7 @@ class Advice(_Fact):
 
     Attributes:
         version: raised when a field changes its name or meaning, not when one is added.
+        versus: the label of the candidate against which the others are set; None = native alone is.
         lines: the answer for people, without the tables; ``advice_lines`` composes it.
     """
 
@@ -239,6 +260,7 @@ class Advice(_Fact):
     lines: list[str] = Field([])
     max_dropped: float
     min_retained: float
+    versus: str | None = None
     answers: list[Answer] = Field(min_length=1)
     titles: list[str]
     ran_on: list[str]
@@ -280,14 +302,14 @@ def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
     for answer in advice.answers:
-        lines = list(_answer_lines(answer))[: 1 if has_assumed_traffic(advice.assumptions) else None]
+        lines = list(_answer_lines(answer, advice.versus))[: 1 if has_assumed_traffic(advice.assumptions) else None]
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
     blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
     return blocks
 
 
-def _answer_lines(answer: Answer) -> Iterator[str]:
+def _answer_lines(answer: Answer, versus: str | None) -> Iterator[str]:
     native, pick = answer.native, answer.pick
     if pick is None:
         yield f"{_reason(answer)}."
@@ -298,6 +320,8 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     else:
         yield from _pick_lines(answer, pick)
     yield from _why_lines(native, pick or answer.fastest)
+    yield from _tokens_lines(answer)
+    yield from _versus_lines(answer, versus)
     if pick is not None and (other := answer.next_best) is not None:
         yield f"Next best: {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     if answer.turns:
@@ -381,6 +405,8 @@ _GROUPS = {
     "waiting": "waiting for fuller ranks",
     "unaccounted": "no phase",
 }
+# Tokens of the fullest rank over the mean from which on they are uneven.
+_UNEVEN = 1.1
 # What of a layer's time, or of what a candidate saves, is too little to be named.
 _LEAST_NAMED = 0.01
 
@@ -403,6 +429,29 @@ def _why_lines(native: Case, other: Candidate | None) -> Iterator[str]:
     load = "" if other.fullest_rank is None else f" makes that {other.fullest_rank:.2f} and"
     what = f"changes {', '.join(words)}" if words else "changes no phase by more than 1 % of the layer"
     yield f"{other.label}{load} {what}."
+
+
+def _tokens_lines(answer: Answer) -> Iterator[str]:
+    """That ranks' tokens, not their experts, make the fullest rank, where they do for the greater part."""
+    held, native = answer.tokens_of_ranks, answer.native
+    if held is None or native.fullest_rank is None:
+        return
+    over_mean = held.most / held.mean
+    if over_mean >= max(_UNEVEN, native.fullest_rank):
+        said = f"Ranks hold {held.least:,.0f} to {held.most:,.0f} tokens by whole sequences"
+        yield f"{said}, up to {over_mean:.2f} times the mean: this, more than busy experts, decides which rank is last."
+
+
+def _versus_lines(answer: Answer, label: str | None) -> Iterator[str]:
+    """The verdict on the pick, or on what comes nearest to one, against the candidate that was named."""
+    others = [one for one in answer.candidates if one.versus is not None]
+    if label is None or not others:
+        return
+    first = next((one for one in (answer.pick, answer.fastest) if one in others), others[0])
+    found = first.versus
+    assert found is not None
+    speedup = f"{found.median:.3f} [{found.low:.3f}, {found.high:.3f}] times as fast"
+    yield f"Against {label}: {first.label} is {speedup} ({found.verdict}); the table has the others."
 
 
 def growth_words(growth: Growth | None) -> str:

@@ -23,9 +23,11 @@ from moe_ep_bench.analysis.advice import (
     Growth,
     HeldOut,
     Pass,
+    RankTokens,
     Spread,
     Upkeep,
     Variant,
+    Versus,
     advice_json,
     advice_lines,
     costs_answers,
@@ -34,9 +36,9 @@ from moe_ep_bench.analysis.advice import (
     write_advice,
 )
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed
-from moe_ep_bench.analysis.columns import COSTS, Row, Table, milliseconds, missing, number, render, text
+from moe_ep_bench.analysis.columns import COSTS, Row, Table, interval, milliseconds, missing, number, render, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, WARNING, chance_words, layers_words, warnings
-from moe_ep_bench.analysis.picks import BARRED, candidates, fastest
+from moe_ep_bench.analysis.picks import BARRED, against, candidates, fastest
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.tables import View, table_of
@@ -51,13 +53,17 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL
 # ---- the answer ------------------------------------------------------------------------------------------------------
 
 
-def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Advice:
+def advise(store: Store, bounds: Bounds, question: Question | None = None, versus: str | None = None) -> Advice:
     """The picks and what they cost, one comparison after another, and what may change them.
 
     Args:
         question: what was modelled; says what the user left open and which candidates were not tried.
+        versus: the label of a candidate against which all others are set.
+
+    Raises:
+        UserError: there is no candidate of that label.
     """
-    rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
+    rows, about = _rows(store, bounds, versus), comparisons(store).set_index("comparison_id", drop=False)
     natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id", drop=False)
     answers, questions = [], _alike_but_for_overlap(about)
     for names in questions:
@@ -81,6 +87,7 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
     return Advice(
         max_dropped=bounds.max_dropped,
         min_retained=bounds.min_retained,
+        versus=versus,
         answers=answers,
         titles=list(titles.unique()),
         ran_on=list(about["ran_on_short"].dropna().unique()),
@@ -91,17 +98,27 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None) -> Ad
     )
 
 
-def advice_text(store: Store, bounds: Bounds, question: Question | None = None, *, as_json: bool = False) -> str:
+def _rows(store: Store, bounds: Bounds, versus: str | None) -> pd.DataFrame:
+    """Candidates; set against one of them they have the columns of ``picks.against`` too."""
+    rows = candidates(store, bounds)
+    if versus is None:
+        return rows
+    return rows.join(pd.concat([against(store, own, versus) for _, own in rows.groupby("comparison_id", sort=False)]))
+
+
+def advice_text(
+    store: Store, bounds: Bounds, question: Question | None = None, *, versus: str | None = None, as_json: bool = False
+) -> str:
     """The answer for people, the picks, then candidates and notes; or as ``advice.json`` has it."""
-    advice = advise(store, bounds, question)
+    advice = advise(store, bounds, question, versus)
     return advice_json(advice) if as_json else _text(advice, store, bounds)
 
 
 def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
-    rows, tables = candidates(store, bounds), []
+    rows, tables = _rows(store, bounds, advice.versus), []
     for answer in () if has_assumed_traffic(advice.assumptions) else advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
-        tables += [_table(store, own, name and f"at {name}")] if len(own) else []
+        tables += [_table(store, own, name and f"at {name}", advice.versus)] if len(own) else []
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
@@ -124,10 +141,10 @@ def _picked(rows: pd.DataFrame) -> Candidate | None:
     return _candidate(rows[rows["is_pick"]].iloc[0]) if rows["is_pick"].any() else None
 
 
-def write_answer(question: Question, bounds: Bounds, *, as_json: bool = False) -> str:
+def write_answer(question: Question, bounds: Bounds, *, versus: str | None = None, as_json: bool = False) -> str:
     """Write the answer to a question that was modelled as ``advice.json``; return the same, or it for people."""
     store, before = load_timed(question.out), read_advice(question.out)
-    advice = with_turns(advise(store, bounds, question), question, bounds, store, before)
+    advice = with_turns(advise(store, bounds, question, versus), question, bounds, store, before)
     write_advice(question.out, advice)
     if as_json:
         return advice_json(advice)
@@ -163,9 +180,18 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         fit=fit,
         rest=rest,
         peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
+        tokens_of_ranks=_rank_tokens(about),
         held_out=_held_out(rows) if about["facts"]["workload"].get("order") == "arrival" else None,
         plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
     )
+
+
+def _rank_tokens(about: pd.Series) -> RankTokens | None:
+    """Tokens of ranks of a recording whose sequences stay whole; None of other traffic."""
+    workload, held = about["facts"]["workload"], about["facts"].get("rank_tokens")
+    if workload.get("recording") is None or workload.get("tokens_per_request") is not None or held is None:
+        return None
+    return RankTokens(least=held[0], most=held[1], mean=about["num_tokens"] / about["world_size"])
 
 
 def _beside(rows: pd.DataFrame) -> Candidate | None:
@@ -224,7 +250,8 @@ def _candidate(row: pd.Series) -> Candidate:
         spread = Spread(least=row["least"], most=row["most"], over="draw" if row["num_draws"] > 1 else "layer")
     over_topk = row["over_topk_median"] if row["differs_from_topk"] else None
     speedup = {"speedup": row["speedup_median"], "low": row["speedup_low"], "high": row["speedup_high"]}
-    shown = {**speedup, "over_topk": over_topk, "spread": spread, "growth": _growth(row)}
+    versus = None if missing(row.get("versus_verdict")) else Versus(**_values(row, Versus, "versus_"))
+    shown = {**speedup, "versus": versus, "over_topk": over_topk, "spread": spread, "growth": _growth(row)}
     return Candidate(**_values(row, Candidate), **_shown(row), **shown)
 
 
@@ -251,7 +278,7 @@ def _growth(row: Row) -> Growth | None:
     return None if missing(row["growth_us"]) else Growth(**_values(row, Growth, "growth_"))
 
 
-def _table(store: Store, rows: pd.DataFrame, title: str) -> Table:
+def _table(store: Store, rows: pd.DataFrame, title: str, versus: str | None) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
     why = [growth_words(growth) or None for growth in map(_growth, rows.to_dict("records"))]
     rows = _in_order(rows).assign(why=pd.Series(why, rows.index, dtype=object))
@@ -260,9 +287,10 @@ def _table(store: Store, rows: pd.DataFrame, title: str) -> Table:
     times = (number("median_ms", "ms", milliseconds), "tokens_per_s_per_rank")
     costs = (*COSTS, number("extra_gib_per_rank", "GiB", "{:.2g}"))
     words = (text("standing", "verdict"), text("why"))
+    others = (interval("versus", f"over {versus}"), text("versus_verdict", "verdict on that")) if versus else ()
     is_model = (rows["scope"] == "model").any()
     view = View(
-        (text("label", "candidate"), "speedup_median", *over_topk, *times, *costs, *words),
+        (text("label", "candidate"), "speedup_median", *over_topk, *times, *costs, *words, *others),
         headers={"speedup_median": "end to end" if is_model else "speedup", "retained_mass": "kept"},
         title=lambda *_: title,
         notes=(),

@@ -43,7 +43,7 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load
-from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, RoutedFacts, TimedFacts, origin_of
+from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
     case_label,
     describe_links,
@@ -417,6 +417,18 @@ def _distinct_titles(rows: pd.DataFrame) -> pd.Series:
     return titles
 
 
+def is_one_draw(facts: ComparisonFacts) -> bool:
+    """Whether a single draw of a layer's synthetic workload decides which experts are busy together on a rank.
+
+    A load of the fullest rank that was calibrated holds native's alone, so policies are by chance then too.
+    """
+    workload, targets = facts.workload, facts.workload.targets
+    is_skewed = bool(targets.get("peak_load") or targets.get("batch_peak_load")) and not workload.is_balanced
+    is_placed = bool(targets.get("pattern") or targets.get("expert_loads")) or facts.whole is not None
+    is_one = getattr(facts, "draws", 1) == 1 and facts.num_ranks > 1
+    return workload.kind == "synthetic" and is_skewed and not is_placed and is_one
+
+
 def point_words(point: Mapping[str, Any]) -> str:
     """A place in a sweep: swept keys, without their section, and values."""
     named = [(key.rpartition(".")[2].replace("_", " "), value) for key, value in point.items()]
@@ -439,6 +451,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "traffic": traffic_words(workload) if isinstance(facts, RoutedFacts) else None,
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
+        "is_one_draw": is_one_draw(facts) if workload else False,
         "num_launches": len(one.conditions),
         "origin": origin_of(run, facts),
         "workload": workload and workload.kind,

@@ -131,6 +131,8 @@ def interval(
 ) -> Column:
     """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
 
+    Where one draw of a synthetic traffic is behind an interval, it says so: others may lie outside.
+
     Args:
         of_baseline: the baseline's cell, against which all are set.
         middle: what the column between the ends is called.
@@ -142,7 +144,9 @@ def interval(
         if missing(row.get(f"{name}_{middle}")):
             return NONE
         value, low, high = (form(row[f"{name}_{end}"]) for end in (middle, "low", "high"))
-        return f"{value} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{value} ({low}..{high})"
+        if not row[f"{name}_is_interval"]:
+            return f"{value} ({low}..{high})"
+        return f"{value} [{low}, {high}]{' one draw' if row.get('is_one_draw') else ''}"
 
     return Column(f"{name}_{middle}", header, better="higher", cell=cell, **more)
 

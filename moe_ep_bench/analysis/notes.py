@@ -140,7 +140,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
         (
             "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
-            _is_one_draw(one, rows),
+            bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw,
         ),
         (f"{READING}; native spends {{:.1f}} % of its pairs on it", padding),
         (
@@ -155,17 +155,6 @@ def layers_words(facts: ComparisonFacts) -> str:
     """How far the layers differ that a named skew stands for; empty where that is not known."""
     skew = facts.workload.skew
     return skew_words(skew.layers) if skew is not None and skew.layers is not None else ""
-
-
-def _is_one_draw(one: Comparison, rows: pd.DataFrame) -> bool:
-    """Whether ranks' loads are those of a single draw, of which the title says nothing."""
-    facts, targets = one.facts, one.facts.workload.targets
-    by_chance = (
-        (targets.get("peak_load") or targets.get("batch_peak_load"))
-        and not targets.get("rank_load")
-        and facts.num_ranks > 1
-    )
-    return bool(by_chance) and rows["num_draws"].iloc[0] == 1 and not facts.workload.is_one_draw
 
 
 def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:

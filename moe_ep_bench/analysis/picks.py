@@ -12,13 +12,15 @@ from functools import lru_cache
 import pandas as pd
 
 from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, costs_answers
-from moe_ep_bench.analysis.cases import cases, differs_from_topk, timings
+from moe_ep_bench.analysis.cases import ESTIMATE, cases, differs_from_topk, timings
+from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.advise_config import Bounds
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import NOT_EXECUTED
 from moe_ep_bench.schema import ALL, LAYER_PHASES, WAITING_PHASES
-from moe_ep_bench.timing.statistics import LEAST_MODELLED
+from moe_ep_bench.timing.statistics import LEAST_MODELLED, NoiseFloor, estimate_median, judge, paired_ratios
 
 # What a candidate is that may not be picked, in place of its verdict.
 OUT_OF_BOUNDS, UNFIT = BARRED = ("out of bounds", "does not fit")
@@ -104,6 +106,36 @@ def fastest(rows: pd.DataFrame) -> pd.Series:
     """The fastest candidate; of those that tie with it the one that keeps most score mass."""
     tied = rows[rows["speedup_median"] >= rows["speedup_median"].max() / (1 + _TIE)]
     return tied.sort_values(["kept", "speedup_median"], kind="stable").iloc[-1]
+
+
+def against(store: Store, rows: pd.DataFrame, label: str) -> pd.DataFrame:
+    """Candidates of one comparison set against one of them, paired: what lies between two of which neither is native.
+
+    Args:
+        rows: of ``candidates``.
+        label: of the other, whole or as tables shorten it.
+
+    Returns:
+        By case id ``versus_median``, ``_low``, ``_high`` and ``_is_interval`` of the other's time over the candidate's
+        in the same iteration, and ``versus_verdict``, held against the comparison's noise floor; nothing of the other.
+
+    Raises:
+        UserError: there is none of that label.
+    """
+    is_other = rows["label"].eq(label) | short_labels(rows).eq(label)
+    if not is_other.any():
+        raise UserError(f"--versus {label}: expected one of {', '.join(rows['label'])}")
+    times = timings(store)
+    times = times[(times["quantity"] == ALL) & times["case_id"].isin(rows.index)].set_index(["case_id", *ITERATION])
+    times_us, other = times["time_us"], rows.index[is_other][0]
+    found = {}
+    for row in rows[~is_other].itertuples():
+        estimate = estimate_median(paired_ratios(times_us.loc[other], times_us.loc[row.case_id]))
+        floor = None if pd.isna(row.floor_low) else NoiseFloor(row.floor_low, row.floor_high)
+        how = {"is_modelled": row.origin in NOT_EXECUTED, "is_oversubscribed": row.oversubscribed}
+        found[row.case_id] = {name: getattr(estimate, name, None) for name in ESTIMATE}
+        found[row.case_id]["verdict"] = judge(estimate, floor, **how)
+    return pd.DataFrame.from_dict(found, orient="index").reindex(rows.index).add_prefix("versus_")
 
 
 def choice(rows: pd.DataFrame, chosen: str | None) -> str | None:

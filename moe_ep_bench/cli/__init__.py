@@ -253,7 +253,8 @@ def _advise(options: Namespace) -> int:
         from moe_ep_bench.analysis.advise import advice_text
         from moe_ep_bench.analysis.cases import load_timed
 
-        print(advice_text(load_timed(options.config), bounds, as_json=options.json))
+        how = {"versus": options.versus, "as_json": options.json}
+        print(advice_text(load_timed(options.config), bounds, **how))
         return OK
     question = ask(options, bounds)
     if options.dry_run:
@@ -264,7 +265,7 @@ def _advise(options: Namespace) -> int:
     def report() -> str:
         from moe_ep_bench.analysis.advise import write_answer
 
-        return write_answer(question, bounds, as_json=options.json)
+        return write_answer(question, bounds, versus=options.versus, as_json=options.json)
 
     return shown(status, report)
 

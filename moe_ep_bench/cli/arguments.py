@@ -67,6 +67,7 @@ advise  find the fastest policy within bounds on what it drops
   @set
   --force  repeat finished cases
   --dry-run  print candidates, traffic and the config; run nothing
+  --versus LABEL  set all candidates against this one too, paired
   --json  print the answer as advice.json has it
   [traffic (one of these, or --set; none: answers for balanced, typical and hard traffic)]
   --trace FILE  a moe-trace-v1 recording

@@ -192,14 +192,16 @@ class Windows:
 
     Attributes:
         num_batches: that are served, 0 and on; those before them have negative numbers.
-        window: batches that a plan knows; None = all served ones but one, and a plan for each batch.
+        window: batches that a plan knows; None = all but one that it serves, and a plan for each batch.
         every: batches that a plan serves; None = all.
+        history: batches ahead of the served ones that are known too where ``window`` is None.
     """
 
     num_batches: int
     window: int | None = None
     lag: int = 1
     every: int | None = None
+    history: int = 0
 
     @property
     def num_history(self) -> int:
@@ -212,7 +214,7 @@ class Windows:
         A batch that stands alone, and no window is asked for, is planned for itself.
         """
         if self.window is None:
-            return tuple(other for other in range(self.num_batches) if other != batch) or (batch,)
+            return tuple(other for other in range(-self.history, self.num_batches) if other != batch) or (batch,)
         served_from = 0 if self.every is None else batch // self.every * self.every
         return tuple(range(served_from - self.num_history, served_from - self.lag + 1))
 

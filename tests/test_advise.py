@@ -436,7 +436,7 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
         config = yaml.safe_load(asked(*arguments).text)
         return config.get("sweep", {}).get("workload.seed"), config["workload"]["num_batches"]
 
-    assert drawn(*QWEN) == ([1, 2, 3, 4, 5], 4)
+    assert drawn(*QWEN) == ([1, 2, 3, 4, 5], 2)
     assert drawn(*OLMOE, 64, "--ep", 1, "--peak-load", 4) == (None, 10), "one rank holds all experts"
     full = recording(tmp_path / "full.safetensors", full=True)
     assert drawn(*OLMOE, 64, "--trace", full) == (None, 4), "of three layers"
@@ -451,6 +451,32 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
     )
     assert drawn(pattern) == (None, 10), "it prescribes all loads"
     assert drawn(ROOT / "configs/model-prefill.yaml")[0] is None, "layers of a whole model are several draws"
+
+
+def test_large_batches_are_asked_of_a_sample_and_plans_know_batches_that_nobody_is_served(tmp_path: Path) -> None:
+    def drawn(*arguments: object) -> tuple[int | None, int | None]:
+        config = yaml.safe_load(asked(*arguments).text)
+        return config["emulate"].get("sample_tokens"), config["workload"].get("history")
+
+    large = [*QWEN[:2], "--ep", 8, "--tokens", 2**20, "--peak-load", 3]
+    assert drawn(*QWEN) == (None, 2)
+    assert drawn(*large) == (2**15, 2), "4M scores of 128 experts"
+    assert drawn(*large, "--ep", 128, "--links", "h100-nvlink4-ndr") == (2**15, 2), "256 tokens of each rank"
+    assert drawn(*large, "--set", "emulate.sample_tokens=65536", "--set", "workload.history=1") == (65536, 1)
+    assert drawn(*large, "--set", "workload.tokens_of_ranks=1.5") == (None, 2), "they are not alike"
+    full = recording(tmp_path / "full.safetensors", full=True)
+    assert drawn(*OLMOE, 64, "--trace", full)[0] is None
+
+
+def test_a_dry_run_says_about_how_long_the_answer_takes() -> None:
+    def seconds(*arguments: object) -> int:
+        return int(re.search(r"about ([\d,]+) CPU seconds", asked(*arguments).plan)[1].replace(",", ""))
+
+    few, many = (
+        seconds(*QWEN[:2], "--ep", ep, "--tokens", 16384, "--peak-load", 3, "--links", "h100-nvlink4-ndr")
+        for ep in (8, 64)
+    )
+    assert few < many < 300
 
 
 def test_counted_experts_are_asked_about_in_all_their_layers(tmp_path: Path) -> None:
@@ -495,7 +521,7 @@ def test_a_config_becomes_a_question(name: str, tmp_path: Path) -> None:
     own.write_text(yaml.safe_dump({**values, "layer": {"ep_size": 4}}))
     question = asked(own if name == "own" else ROOT / f"configs/{name}.yaml")
     assert all(one.emulate.device != "measured" and one.emulate.links for one in experiments_of(question))
-    assert all(one.workload.num_batches >= 10 for one in experiments_of(question))
+    assert sum(one.workload.num_batches for one in experiments_of(question)) >= 10, "over all draws"
     assert "measure" not in yaml.safe_load(question.text)
     assert "token_drop" in candidates_of(question)[0]
 

@@ -21,6 +21,7 @@ from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.traffic import route_batch
 from moe_ep_bench.cost_model.devices import SENT_BYTES
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.schema import TOTAL
 
 CPU = torch.device("cpu")
@@ -96,6 +97,8 @@ def test_each_micro_batch_is_routed_by_itself(tmp_path: Path) -> None:
                     at = slice(0, 51) if number == 0 else slice(51, 101)
                     assert torch.equal(found[rank].map_TE[at], expected.map_TE), case.label
                     assert torch.equal(found[rank].weights_TE[at], expected.weights_TE), case.label
+        drawing = make_policy({"name": "token_drop", "capacity_factor": 1.0, "metric": "random"})
+        case = replace(comparison.cases[0], rule=drawing)
         drawn = [router.context(case, part).generator.initial_seed() for part in parts_R[0]]
         assert drawn[0] != drawn[1]
 

@@ -63,6 +63,7 @@ def test_batches_without_time_are_each_planned_for_the_others() -> None:
     assert [Windows(3).known(batch) for batch in range(3)] == [(1, 2), (0, 2), (0, 1)]
     assert Windows(1).known(0) == (0,)
     assert Windows(3).num_history == 0
+    assert [Windows(2, history=2).known(batch) for batch in range(2)] == [(-2, -1, 1), (-2, -1, 0)], "known, not served"
 
 
 @given(

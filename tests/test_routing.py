@@ -11,10 +11,11 @@ from test_run import write_config
 
 from moe_ep_bench.bench.description import routed_facts
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.point import BALANCED, RANKS, ROUTING, VIRTUAL, Point
+from moe_ep_bench.bench.point import BALANCED, NATIVE, RANKS, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.traffic import route_layer
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies import make_policy
 
 CPU = torch.device("cpu")
 POLICIES = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "lynx", "num_dropped": 8}]
@@ -74,12 +75,54 @@ def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_pa
 
 def test_random_policies_draw_anew_for_every_batch_rank_and_layer(tmp_path: Path) -> None:
     comparison = planned(tmp_path, ROUTING)
-    router, case = Router(comparison, CPU), comparison.cases[0]
+    drawing = make_policy({"name": "token_drop", "capacity_factor": 1.0, "metric": "random"})
+    router, case = Router(comparison, CPU), replace(comparison.cases[0], rule=drawing)
     made = [router.tokens(None, index, rank) for index in range(2) for rank in range(4)]
     made += [replace(made[0], layer=layer) for layer in (0, 1)]
     drawn = [float(torch.rand(1, generator=router.context(case, tokens).generator)) for tokens in made]
     assert len(set(drawn)) == len(drawn) == 2 * 4 + 2
     assert float(torch.rand(1, generator=router.context(case, made[0]).generator)) == drawn[0], "and alike once more"
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "qwen3-30b-a3b"])
+def test_what_cases_share_is_what_each_would_find_alone(model: str, tmp_path: Path) -> None:
+    """The model's own choice is worked out once for all cases, sums' consequences once for all ranks."""
+    policies = [
+        {"name": "topk"},
+        *({"name": "token_drop", "capacity_factor": 0.8, **how} for how in ({}, {"metric": "random"})),
+        {"name": "expanded_drop", "capacity_factor": 0.8, "num_candidates": 3, "scope": "global"},
+        {"name": "budget_drop", "max_dropped": 0.2},
+        {"name": "oea", "k0": 2},
+        {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": 16},
+        {"name": "xshare", "k0": 1, "budget": 16},
+        {"name": "lynx", "num_dropped": 8},
+    ]
+    sizes = {"workload__num_tokens": 90, "workload__padding_per_rank": 2, "workload__num_batches": 1}
+    config = write_config(
+        tmp_path,
+        model={"preset": model},
+        policies=policies,
+        layer__ep_size=4,
+        emulate={"links": "h100-nvlink4"},
+        **sizes,
+    )
+    comparison = plan(config, [], VIRTUAL, on_cpu=True)[0]
+    router = Router(comparison, CPU)
+    with torch.inference_mode():
+        of_cases = route_layer(router, comparison.cases, None, 0)
+        for case, traffic in zip(comparison.cases, of_cases, strict=True):
+            alone = Router(comparison, CPU)  # in torch, by the policy's own definition
+            tokens_R = [alone.tokens(None, 0, rank).seen_by(case) for rank in range(4)]
+            policy, contexts = case.policy or NATIVE, [alone.context(case, tokens) for tokens in tokens_R]
+            stats = [
+                policy.batch_stats(tokens.scores_TE, context)
+                for tokens, context in zip(tokens_R, contexts, strict=True)
+            ]
+            summed = None if stats[0] is None else sum(stats)
+            for rank, tokens in enumerate(tokens_R):
+                expected = policy.route(tokens.scores_TE, alone.context(case, tokens), summed)
+                assert torch.equal(router.chosen(case, tokens, [summed]).map_TE, expected.map_TE), case.label
+                assert traffic.rows_R[rank]["load_E"].tolist() == expected.map_TE.sum(dim=0).tolist(), case.label
 
 
 def test_balanced_loads_are_even_over_ranks_of_any_sizes(tmp_path: Path) -> None:

@@ -137,6 +137,11 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ("{}", rows["workload_words"].iloc[0]),
         ("{}", peaks and peak_words(peaks)),
         ("{}", layers_words(facts)),
+        (
+            "of each batch {:,} tokens were drawn, each in place of {}: they tell the fullest rank's load to {:.1f} % "
+            "(three standard errors)",
+            _sampled(facts, _of(ok, "baseline")),
+        ),
         ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
         (
             "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
@@ -149,6 +154,19 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
             is_assumed,
         ),
     ]
+
+
+def _sampled(facts: ComparisonFacts, native: pd.DataFrame) -> tuple[int, int, float] | None:
+    """Tokens that were routed, for how many each stands, and the percent to which they tell the fullest rank's load.
+
+    Pairs come to a rank by chance, so that of n in the sample, of f times as many in all, the standard error is
+    sqrt((1 - 1 / f) / n).
+    """
+    if facts.sample_tokens is None:
+        return None
+    stands_for = facts.num_tokens // facts.sample_tokens
+    pairs = native["fullest_rank"].mean() * facts.sample_tokens * facts.top_k / facts.num_ranks
+    return facts.sample_tokens, stands_for, 300 * math.sqrt((1 - 1 / stands_for) / pairs)
 
 
 def layers_words(facts: ComparisonFacts) -> str:

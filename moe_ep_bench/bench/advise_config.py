@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.bench.description import fit_of
-from moe_ep_bench.bench.plan import VIRTUAL, num_by_arrival, plan_experiments
+from moe_ep_bench.bench.plan import VIRTUAL, modelling_s, num_by_arrival, plan_experiments
 from moe_ep_bench.bench.point import Point, is_drawn
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
@@ -51,9 +51,11 @@ DEVICE, SYSTEM, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", "h100_sxm", 2048, 12
 _NODE = 8
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
 DRAWS, _FEW_DRAWS = 5, 2
-# With fewer batches in all there are no intervals (``timing.statistics.MIN_BATCHES``); and of one draw or layer, whose
-# batches are alike: with fewer, replicas would be planned by too few tokens.
-_BATCHES, _BATCHES_OF_A_DRAW = 10, 4
+# With fewer batches in all there are no intervals (``timing.statistics.MIN_BATCHES``). Those of one draw or layer are
+# alike: two are served, and two that plans know beside the other come ahead of them, which only the model routes.
+_BATCHES, _BATCHES_OF_A_DRAW, _HISTORY = 10, 2, 2
+# Of more scores than that tokens stand for others, though every rank draws some: all would take minutes.
+_SCORES, _TOKENS_OF_RANK = 2**22, 256
 # Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
 _STAND_IN, REACHED = "olmoe-1b-7b", 0.75
 _NATIVE = [{"name": "topk"}]
@@ -94,9 +96,8 @@ class Question:
     @property
     def plan(self) -> str:
         """What is assumed, and the config with candidates and traffic."""
-        return "\n".join(
-            [*map(assumption_words, self.assumptions), f"config: {self.config} (not written)", "", self.text.rstrip()]
-        )
+        where = f"config: {self.config} (not written); about {modelling_s(self.comparisons):,.0f} CPU seconds"
+        return "\n".join([*map(assumption_words, self.assumptions), where, "", self.text.rstrip()])
 
     def at(self, values: Mapping[str, Any], rules: Iterable[tuple[str, str]]) -> Point:
         """The question at one point, with other values of keys, of a few candidates; its config has been written.
@@ -157,6 +158,7 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
         draft.add_device(asked)
         left_out = draft.add_candidates(asked, bounds)
         draft.add_batches(asked)
+        draft.sample_tokens(asked)
         draft.sweep_overlap(asked)
         comparisons = plan_experiments(draft.where, draft.experiments(), VIRTUAL, on_cpu=True, try_out=False)
         fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
@@ -295,11 +297,15 @@ class _Draft:
             num_joined, seed = _FEW_DRAWS if has_assumed_traffic(self.assumed) else DRAWS, workloads[0].seed
             # First, so that points of one draw, which share its random numbers, follow each other.
             self.sweep = {"workload.seed": [seed + number for number in range(num_joined)], **self.sweep}
+        elif any(map(_is_drawn, asked)):
+            num_joined = len(self.sweep["workload.seed"])
         workload = self.raw["workload"]
-        fewest = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined)) if self.is_of_flags else _BATCHES
+        fewest = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined))
         workload["num_batches"] = num_batches = max(workload.get("num_batches", 0), fewest)
         if isinstance(workloads[0], RecordedConfig) and not {"order", "history"} & workload.keys():
             self._add_windows(asked, num_batches)
+        elif isinstance(workloads[0], SyntheticConfig) and self.raw["emulate"]["replication"]:
+            workload.setdefault("history", _HISTORY)
 
     def _add_windows(self, asked: Sequence[Experiment], num_batches: int) -> None:
         """Have plans know batches ahead of those that they serve, as many or half as many, or draw all of them.
@@ -317,6 +323,24 @@ class _Draft:
         else:
             window = min(possible - num_batches, num_batches)
             self.raw["emulate"]["replication"] = [{**one, "window": window} for one in plans]
+
+    def sample_tokens(self, asked: Sequence[Experiment]) -> None:
+        """Have some tokens stand for others where batches are large, by what divides them; of all that is asked alike.
+
+        Recorded tokens and those of ranks that differ are never alike.
+        """
+        if "sample_tokens" in self.raw["emulate"] or any(not _is_exchangeable(one) for one in asked):
+            return
+        sizes = {one.workload.total_tokens(one.virtual_ranks) for one in asked}
+        if len(sizes) > 1:
+            return
+        (num_tokens,) = sizes
+        fewest = max(max(_SCORES // one.model.spec().num_experts, _TOKENS_OF_RANK * one.virtual_ranks) for one in asked)
+        sample = num_tokens
+        while sample % 2 == 0 and sample // 2 >= fewest:
+            sample //= 2
+        if sample < num_tokens:
+            self.raw["emulate"]["sample_tokens"] = sample
 
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
         """Ask with overlap and without, where nobody says and ranks may overlap."""
@@ -431,6 +455,13 @@ def _may_overlap(experiment: Experiment) -> bool:
     halves = experiment.workload.total_tokens(experiment.virtual_ranks) >= 2 * experiment.virtual_ranks > 2
     with naming("emulate.device"):
         return halves and load_device(device).num_sms is not None
+
+
+def _is_exchangeable(experiment: Experiment) -> bool:
+    """Whether any of a batch's tokens may stand for others."""
+    workload = experiment.workload
+    own = workload.tokens_of_ranks is not None or workload.padding_per_rank
+    return experiment.scope == "layer" and isinstance(workload, SyntheticConfig) and not own
 
 
 def _is_drawn(experiment: Experiment) -> bool:

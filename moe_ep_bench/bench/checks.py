@@ -74,6 +74,7 @@ def _check_emulated(experiment: Experiment) -> None:
     refuse(launches != 1, "measure.launches", "1, for emulate makes one launch", launches)
     refuse(layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
     overlap, is_measured = experiment.emulate.overlap, experiment.emulate.device == MEASURED
+    _check_sample(experiment)
     halves = "none or shared where layers are measured, for halves of a batch are modelled (emulate.device)"
     refuse(overlap == TWO_BATCH and is_measured, "emulate.overlap", halves, overlap)
     stands_in = "any but decode, for emulate stands in for an all-to-all"
@@ -141,6 +142,18 @@ def _check_whole_batches(experiment: Experiment) -> None:
     refuse(context and not config.is_step, key, step, per_request)
     least = "at least 1, where a batch is one token per request"
     refuse(config.is_step and not context, "whole.context_length", least, 0)
+
+
+def _check_sample(experiment: Experiment) -> None:
+    """Tokens that stand for others: nothing is computed of them, and they are drawn alike."""
+    sample, workload = experiment.emulate.sample_tokens, experiment.workload
+    if sample is not None:
+        key = "emulate.sample_tokens"
+        refuse(experiment.emulate.device == MEASURED, key, "null where layers are measured (emulate.device)", sample)
+        refuse(experiment.scope != "layer", key, "null with scope model", sample)
+        refuse(not isinstance(workload, SyntheticConfig), key, "null with recorded tokens, which are not alike", sample)
+        own = workload.tokens_of_ranks is not None or workload.padding_per_rank
+        refuse(own, key, "null where ranks have tokens or padding of their own", sample)
 
 
 def check_batches(experiment: Experiment, ep_size: int, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> None:

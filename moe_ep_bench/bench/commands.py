@@ -261,7 +261,8 @@ def _measure(job: Job, points: Sequence[Point], *, force: bool) -> int:
             job.on_first(partial(directory.write_run, description, points[0].table))
         else:
             _say(ranks, "all cases were finished before; --force runs them again")
-        with job.trying(points):
+        modelled = sum(one.routing_work for one, _ in todo) if points[0].device is not None else 0
+        with job.trying(points), progress_bar(modelled, "rank", shown=ranks.is_first) as job.progress:
             for point, left in todo:
                 if ranks.broadcast(asked_to_close()):
                     _say(ranks, STOPPED_WORDS)
@@ -293,8 +294,7 @@ def _measured(job: Job, point: Point, case_ids: Sequence[str]) -> Result:
     if not cases:
         return Result()
     job.guard.at(point.comparison_id)
-    count = point.iterations_per_case * len(cases), "iteration", point.title
-    with progress_bar(*count, shown=job.ranks.is_first) as job.progress, device_scope(), torch.inference_mode():
+    with _counted(job, point, len(cases)), device_scope(), torch.inference_mode():
         build, runner, reason = runner_of(job, point, cases), None, ""
         try:
             runner = build()
@@ -308,8 +308,21 @@ def _measured(job: Job, point: Point, case_ids: Sequence[str]) -> Result:
             with contextlib.closing(runner):
                 result = measure_point(runner, job.begin)
     del runner
-    free_memory(job.ranks.device)
+    if point.device is None:  # What is modelled holds nothing of layers.
+        free_memory(job.ranks.device)
     return result
+
+
+@contextlib.contextmanager
+def _counted(job: Job, point: Point, num_cases: int) -> Iterator[None]:
+    """Display the progress of one point by its iterations; modelled ones have one count of what is routed, for all."""
+    if point.device is not None:
+        job.progress.set_description(point.title)
+        yield
+        return
+    count = point.iterations_per_case * num_cases, "iteration", point.title
+    with progress_bar(*count, shown=job.ranks.is_first) as job.progress:
+        yield
 
 
 def runner_of(job: Job, point: Point, cases: Sequence[CaseSpec]) -> Callable[[], Runner]:
@@ -320,7 +333,7 @@ def runner_of(job: Job, point: Point, cases: Sequence[CaseSpec]) -> Callable[[],
     if point.device is not None:
         from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 
-        return partial(ModelledRanks, point, cases, job.ranks.device, job.begin)
+        return partial(ModelledRanks, point, cases, job.ranks.device, job.guard.at, job.progress.update)
     from moe_ep_bench.layer.megatron import expert_parallel_groups
 
     # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.

@@ -36,6 +36,7 @@ class EmulatedRanks(Runner):
     Args:
         device: what runs the layers, and routes.
         begin: called with an id ahead of what is done for a case, or for the point as a whole.
+        routed: called whenever a rank is routed by all cases, with its share of ``Point.routing_work``.
 
     Attributes:
         cases: those that are still in order.
@@ -44,11 +45,16 @@ class EmulatedRanks(Runner):
     """
 
     def __init__(
-        self, point: Point, cases: Sequence[CaseSpec], device: torch.device, begin: Callable[[str], None]
+        self,
+        point: Point,
+        cases: Sequence[CaseSpec],
+        device: torch.device,
+        begin: Callable[[str], None],
+        routed: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.point, self.device, self.begin = point, device, begin
         self.num_ranks, self.num_batches = point.ep_size, point.workload.num_batches
-        self.router = Router(point, device)
+        self.router = Router(point, device, routed=routed)
         self.cases = [Case(case, self) for case in cases]
         self.traffic: dict[str, Traffic] = {}
         self.errors: dict[tuple[str, int | None], float] = {}

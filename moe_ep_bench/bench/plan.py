@@ -11,7 +11,7 @@ Where there is no GPU a plan is printed without waiting for torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ from moe_ep_bench.workload.trace import open_trace
 
 # Of so many scores in all a plan solves every batch.
 _FEW_SCORES = 2**21
+
+# What modelling takes (``modelling_s``).
+_START_S, _RANK_S, _SCORE_S = 5.0, 1e-3, 10e-9
+
+Opened = dict[str, Mapping[int | None, Workload]]
+"""Workloads that points share, by all that decides their batches."""
 
 
 def plan(
@@ -108,9 +114,10 @@ def plan_experiments(
             other: a value is repeated, or this backend does not read the key.
     """
     planned: dict[str, Point] = {}
+    opened: Opened = {}
     for experiment in experiments:
         with naming(str(config)):
-            point = make_point(experiment, backend, world_size, on_cpu=on_cpu, sharing=sharing)
+            point = make_point(experiment, backend, world_size, on_cpu=on_cpu, sharing=sharing, opened=opened)
             if try_out:
                 _try_out(point)
         same = planned.setdefault(point.comparison_id, point)
@@ -128,6 +135,7 @@ def make_point(
     *,
     on_cpu: bool,
     sharing: Sharing | None = None,
+    opened: Opened | None = None,
 ) -> Point:
     """Check that an experiment fits a backend, and open its workloads; no batch is made, but small ones are solved.
 
@@ -135,6 +143,7 @@ def make_point(
         backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
         world_size: real ranks. Other backends have ``Experiment.virtual_ranks``.
         sharing: by what real ranks share a device.
+        opened: what other points opened; those whose batches are the same share it, and what it has solved.
 
     Raises:
         ValueError: naming the key whose value does not fit.
@@ -152,13 +161,29 @@ def make_point(
         links, device = _stand_ins(experiment, experiment.layer.ep_size or world_size)
         backend = backend if device is None else MODELLED
     experiment.workload.dealt_tokens(world_size)  # Raises where ranks cannot have theirs.
-    workloads = open_workloads(experiment, world_size)
+    workloads = _shared_workloads(_sampled(experiment, world_size) if is_emulated else experiment, world_size, opened)
     layer_backend = _layer_backend(experiment, backend, links, device, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
     point = Point(experiment, backend, world_size, workloads, layer_backend, links, device, on_gpu, sharing)
     checks.check_batches(experiment, point.ep_size, point.num_places, point.rank_tokens)
     _solve_few(point)
     return point
+
+
+def _sampled(experiment: Experiment, world_size: int) -> Experiment:
+    """The same with batches of as many tokens as are routed (``emulate.sample_tokens``).
+
+    Raises:
+        ValueError: they are no part of a batch.
+    """
+    sample, config = experiment.emulate.sample_tokens, experiment.workload
+    if sample is None:
+        return experiment
+    num_tokens = config.total_tokens(world_size)
+    parts = f"a divisor of the batch's {num_tokens} tokens, at least {world_size} (one a rank)"
+    checks.refuse(num_tokens % sample or sample < world_size, "emulate.sample_tokens", parts, sample)
+    changed = {"num_tokens": sample, "tokens_per_rank": None}
+    return experiment.model_copy(update={"workload": config.model_copy(update=changed)})
 
 
 def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
@@ -322,6 +347,18 @@ def dry_run(
     return OK
 
 
+def modelling_s(points: Iterable[Point]) -> float:
+    """CPU seconds that modelling takes, about: the start, and for each case what a rank and a score take.
+
+    Measured on two shared cores of a Xeon (docs/advise.md), where answers took half to twice as long.
+    """
+    routed_s = 0.0
+    for point in points:
+        scores = point.workload.num_batches * point.workload.num_tokens * point.model.num_experts
+        routed_s += len(point.cases) * (_RANK_S * point.routing_work + _SCORE_S * scores * len(point.workloads))
+    return _START_S + routed_s
+
+
 def _lines(point: Point) -> Iterator[str]:
     """The title, the cases, and what they take."""
     backend = point.backend
@@ -333,6 +370,7 @@ def _lines(point: Point) -> Iterator[str]:
     if backend == MODELLED:
         fit = fit_of(point)
         yield "; ".join([*filter(None, [fit and fit_words(fit)]), f"{device_sentence(point)}: nothing is run"])
+        yield f"about {modelling_s([point]):,.0f} CPU seconds"
     elif backend != ROUTING:
         sizes = {name: size / 2**30 for name, size in held_here(point).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
@@ -341,6 +379,23 @@ def _lines(point: Point) -> Iterator[str]:
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+def _shared_workloads(experiment: Experiment, world_size: int, opened: Opened | None) -> Mapping[int | None, Workload]:
+    """``open_workloads``, or what a point with the same batches opened."""
+    shared = {} if opened is None else opened
+    own = {name: getattr(experiment, name).model_dump(mode="json") for name in ("model", "workload")}
+    sizes = [
+        experiment.scope,
+        experiment.whole.num_layers,
+        experiment.layer.ep_size,
+        world_size,
+        experiment.num_history,
+    ]
+    key = stable_hash([own, sizes])
+    if key not in shared:
+        shared[key] = open_workloads(experiment, world_size)
+    return shared[key]
 
 
 def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:

@@ -204,6 +204,16 @@ class Point:
         return 2 if self.overlap == TWO_BATCH else 1
 
     @property
+    def times_routed(self) -> int:
+        """How often a rank's tokens are counted: as a batch, and as micro-batches where there are some."""
+        return 1 if self.num_parts == 1 else 1 + self.num_parts
+
+    @property
+    def routing_work(self) -> int:
+        """Ranks of all batches in all layers, as often as they are routed: what modelling this point takes."""
+        return self.workload.num_batches * self.world_size * len(self.workloads) * self.times_routed
+
+    @property
     def ranks_per_node(self) -> int:
         """As the links have it; rank r is on node r // ranks_per_node."""
         return RANKS_PER_NODE if self.links is None else self.links.ranks_per_node
@@ -312,10 +322,13 @@ class Point:
             targets = config.targets(self.experiment.model.preset, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
             facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer", "balanced")}
-            facts.pop("history", None)  # Served batches are the same.
+            if all(self.windows(one).window is not None for one in self.experiment.emulate.replication):
+                facts.pop("history", None)  # Served batches are the same, and plans know as many as they say.
         if isinstance(workload, RecordedWorkload):
             facts["trace"] = [trace.sha256() for trace in workload.traces]
             facts |= {"order": config.order, "history": workload.num_history}
+        if self.stands_for > 1:
+            facts["sample_tokens"] = workload.num_tokens
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
     # ---- facts -------------------------------------------------------------------------------------------------------
@@ -380,11 +393,17 @@ class Point:
         """Tokens of a batch over all ranks."""
         return self.experiment.workload.total_tokens(self.world_size)
 
+    @property
+    def stands_for(self) -> int:
+        """Tokens of a batch for which each one that is routed stands (``emulate.sample_tokens``)."""
+        return self.num_tokens // self.workload.num_tokens
+
     @cached_property
     def rank_tokens(self) -> NDArray[np.int64]:
         """Tokens of every rank in every batch: int64 [B, R]."""
         dealt = self.world_size, self.tokens_R
-        return np.stack([self.workload.tokens_of_ranks(index, *dealt) for index in range(self.workload.num_batches)])
+        routed = [self.workload.tokens_of_ranks(index, *dealt) for index in range(self.workload.num_batches)]
+        return self.stands_for * np.stack(routed)
 
     @cached_property
     def tokens_R(self) -> NDArray[np.int64] | None:  # noqa: N802
@@ -401,7 +420,7 @@ class Point:
         length_S = self.workload.sequence_lengths(index)
         start_P, rank_P = deal_pieces(length_S, self.world_size, self.tokens_R)
         length_P = np.diff(start_P)
-        return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
+        return [tuple(length_P[rank_P == rank].tolist()) * self.stands_for for rank in range(self.world_size)]
 
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """Facts of a rank's tokens in a layer, but for randomness (``CaseSpec.visible``)."""

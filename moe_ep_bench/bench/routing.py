@@ -14,8 +14,9 @@ of a batch-wide policy's statistics.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +30,7 @@ from moe_ep_bench.balancers import Balanced, with_free_slots
 from moe_ep_bench.bench.point import BASELINE, NATIVE, CaseSpec, Point
 from moe_ep_bench.bench.tokens import Tokens, tokens
 from moe_ep_bench.config import Lossless, ReplicationConfig
-from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels import PolicyForm, form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import RANKS_PER_NODE, routing_metrics
 from moe_ep_bench.placement import Rearrangement, Slots, moved_experts, plan_ahead
@@ -41,6 +42,8 @@ if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
 V = TypeVar("V")
+# Of a batch's tokens, which are routed again and again: scores as drawn, logits, what layers make of them, and halves.
+_COPIES, _KEPT_BYTES = 5, 2**28
 # Spare slots of a rank, who plans, and the batches that are known: what makes a plan.
 _PlanKey = tuple[int, str | None, tuple[int, ...]]
 
@@ -51,10 +54,18 @@ class Router:
     Args:
         device: routes.
         few: only so many of each rank's tokens; None = all.
+        routed: called whenever a rank is routed by all cases, with its share of ``Point.routing_work``.
     """
 
-    def __init__(self, point: Point, device: torch.device, few: int | None = None) -> None:
-        self.point, self.device, self._few = point, device, few
+    def __init__(
+        self,
+        point: Point,
+        device: torch.device,
+        few: int | None = None,
+        routed: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self.point, self.device, self.routed, self._few = point, device, routed, few
+        self._lock, self._kept, self._kept_bytes = threading.Lock(), dict[tuple[int | None, int, int], Tokens](), 0
         self._contiguous = Slots.contiguous(point.model.num_experts, point.ep_size)
         self._slots: dict[str, tuple[int, Slots]] = {}
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
@@ -64,8 +75,18 @@ class Router:
         self._moved: dict[tuple[_PlanKey, _PlanKey | None], NDArray[np.int64]] = {}
 
     def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
-        """A rank's tokens of a batch in a layer."""
-        return tokens(self.point, layer, batch, rank, self.device, self._few)
+        """A rank's tokens of a batch in a layer; those of the last batch are kept on the host, as far as they fit."""
+        key = layer, batch, rank
+        if (kept := self._kept.get(key)) is not None:
+            return kept
+        made = tokens(self.point, layer, batch, rank, self.device, self._few)
+        num_bytes = _COPIES * made.workload_scores_TE.nbytes
+        with self._lock:
+            if any(other[:2] != key[:2] for other in self._kept):
+                self._kept, self._kept_bytes = {}, 0
+            if self.device.type == "cpu" and self._kept_bytes + num_bytes <= _KEPT_BYTES:
+                self._kept[key], self._kept_bytes = made, self._kept_bytes + num_bytes
+        return made
 
     def for_every_rank(self, function: Callable[[Tokens], V], layer: int | None, batch: int) -> list[V]:
         """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
@@ -91,17 +112,25 @@ class Router:
 
     # ---- how a case routes -------------------------------------------------------------------------------------------
 
-    def route(self, case: CaseSpec, tokens: Tokens, stats_MSE: Tensor | None = None) -> Routing:
+    def route(self, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None = None) -> Routing:
         """The case's routing of a rank's tokens, over experts: of each micro-batch by itself.
 
         Args:
             tokens: as the case sees them (``Tokens.seen_by``).
-            stats_MSE: of a batch-wide policy, its statistics summed over all ranks.
+            stats_MSE: of a batch-wide policy, its statistics summed over all ranks, of each micro-batch.
         """
-        form, parts = form_of(case.policy or NATIVE, tokens.scores_TE.device), tokens.parts(self.point.num_parts)
+        return self._routed(form_of(case.policy or NATIVE, tokens.scores_TE.device), case, tokens, stats_MSE)
+
+    def chosen(self, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None = None) -> Routing:
+        """The same pairs, whose weights may be zero: cases share what follows from the tokens alone."""
+        form = form_of(case.policy or NATIVE, tokens.scores_TE.device, is_shared=True)
+        return self._routed(form, case, tokens, stats_MSE)
+
+    def _routed(self, form: PolicyForm, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None) -> Routing:
+        parts = tokens.parts(self.point.num_parts)
         stats = [None] * len(parts) if stats_MSE is None else stats_MSE
         routed = [
-            form.route(part.scores_TE, self.context(case, part), stats_SE)
+            form.route(part.scores_TE, self._sharing_context(case, part), stats_SE)
             for part, stats_SE in zip(parts, stats, strict=True)
         ]
         if len(routed) == 1:
@@ -111,19 +140,26 @@ class Router:
     def stats_of(self, case: CaseSpec, tokens: Tokens) -> Tensor | None:
         """A batch-wide policy's statistics of this rank, which are summed over ranks: float64 [M, S, E]; else None."""
         form, parts = form_of(case.policy or NATIVE, tokens.scores_TE.device), tokens.parts(self.point.num_parts)
-        stats = [form.batch_stats(part.scores_TE, self.context(case, part)) for part in parts]
+        stats = [form.batch_stats(part.scores_TE, self._sharing_context(case, part)) for part in parts]
         return None if stats[0] is None else torch.stack(stats)
 
     def context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
         """The context of a rank's tokens as the case's policy sees it, its randomness at its start."""
-        place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
-        device, seed = tokens.context.request_id_T.device, self.point.experiment.layer.seed
+        generator = None
+        if case.policy is not None and getattr(case.policy, "draws", True):  # A user's own need not say that it does.
+            place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
+            device, seed = tokens.context.request_id_T.device, self.point.experiment.layer.seed
+            generator = seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place)
         load_RE = self.carried(case, tokens.layer, tokens.batch)
         return replace(
             case.visible(tokens.context),
-            generator=seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place),
+            generator=generator,
             load_E=None if load_RE is None else load_RE[tokens.rank],
         )
+
+    def _sharing_context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
+        """The same for what nobody times: all cases take the model's own choice as it was worked out once."""
+        return replace(self.context(case, tokens), top_k_TE=tokens.top_k_TE)
 
     def enter(self, case: CaseSpec, stack: Stack, layers: Mapping[int | None, Tokens]) -> None:
         """Put the case's routing of a rank's tokens, by layer, into the MoE layers of ``stack``."""
@@ -147,7 +183,7 @@ class Router:
             return None
 
         def load_of(tokens: Tokens) -> Tensor:
-            return self.route(case, tokens.seen_by(case)).map_TE.sum(dim=0).double()
+            return self.chosen(case, tokens.seen_by(case)).map_TE.sum(dim=0).double()
 
         # Batch after batch, because each starts from what those before it left.
         for number in range(1, batch + 1):
@@ -180,9 +216,11 @@ class Router:
         return self._balance(wanted, begins_P, batch)
 
     def _balance(self, wanted: Lossless, slot_expert_P: NDArray[np.int64], batch: int) -> Balanced:
-        counts_RE = self.native_counts(batch)
-        exchange_pairs = self.point.exchange_pairs(counts_RE.sum(axis=0)) if wanted.keeps_places else None
-        return wanted.balance(slot_expert_P, counts_RE, self.point.ranks_per_node, exchange_pairs)
+        counts_RE, stands_for, exchange_pairs = self.native_counts(batch), self.point.stands_for, None
+        if wanted.keeps_places and (pairs := self.point.exchange_pairs(stands_for * counts_RE.sum(axis=0))):
+            exchange_pairs = max(1, pairs // stands_for)
+        rule = wanted.of_sample(stands_for)
+        return rule.balance(slot_expert_P, counts_RE, self.point.ranks_per_node, exchange_pairs)
 
     def _plan_key(self, wanted: Lossless, batch: int) -> _PlanKey:
         plan, known = None, ()
@@ -226,7 +264,7 @@ class Router:
             baseline = next(case for case in self.point.cases if case.role == BASELINE)
 
             def counts_of(tokens: Tokens) -> NDArray[np.int64]:
-                return self.route(baseline, tokens).map_TE.sum(0).cpu().numpy()
+                return self.chosen(baseline, tokens).map_TE.sum(0).cpu().numpy()
 
             self._counts[batch] = np.array(self.for_every_rank(counts_of, None, batch))
         return self._counts[batch]

@@ -7,17 +7,22 @@ Shapes: T = tokens of one rank, E = experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.point import BALANCED, ROUTING, CaseSpec, Point
-from moe_ep_bench.metrics import ScoreMetrics, score_metrics
+from moe_ep_bench.metrics import ScoreMetrics, chosen_experts, score_metrics
 from moe_ep_bench.models import logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.contract import check_inputs
 from moe_ep_bench.workload.batch import balanced_scores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +46,7 @@ class Tokens:
     score_function: str | None = None
     number: int = 0
     first: int | None = None
+    _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -77,10 +83,28 @@ class Tokens:
             self, workload_scores_TE=balanced_scores(self.workload_scores_TE, context.top_k, *groups, first=first)
         )
 
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What cases share of what is worked out of these tokens, by a key of its own."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    @cached_property
+    def top_k_TE(self) -> Tensor | None:  # noqa: N802
+        """The model's own choice, padding's too (``RoutingContext.top_k_TE``); None on a GPU, whose forms choose."""
+        if not self.scores_TE.is_cpu:
+            return None
+        context = replace(self.context, token_mask_T=None)
+        check_inputs(self.scores_TE, context)
+        return chosen_experts(self.scores_TE, context)
+
     def parts(self, num_parts: int) -> list[Tokens]:
         """The tokens in so many micro-batches, in order, as even as can be."""
         if num_parts == 1:
             return [self]
+        return self.once(num_parts, lambda: self._cut(num_parts))
+
+    def _cut(self, num_parts: int) -> list[Tokens]:
         of_tokens = {name: getattr(self.context, name) for name in ("token_mask_T", "request_id_T", "modality_T")}
         cut = {name: value.tensor_split(num_parts) for name, value in of_tokens.items() if value is not None}
         return [

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import water_fill
-from moe_ep_bench.bench.point import BASELINE, CaseSpec
+from moe_ep_bench.bench.point import BASELINE, CaseSpec, Point
 from moe_ep_bench.bench.result import Row
 from moe_ep_bench.bench.routing import Router, case_metrics
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.config import WaterfillConfig
-from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -44,6 +43,7 @@ class LayerTraffic:
         moves_shared: pairs that a token's shared experts are worth, where their tokens go to ranks with few pairs.
         frontier: a row of the table ``frontier``; None where dropping has none (``_frontier_row``).
         parts: of each micro-batch the same, where tokens are cut into some; balancers have acted on all together.
+        stands_for: tokens for which each one of ``rows_R`` stands; all else counts these.
     """
 
     num_tokens_R: list[int]
@@ -53,11 +53,13 @@ class LayerTraffic:
     moves_shared: float | None = None
     frontier: Row | None = None
     parts: list[LayerTraffic] = field(default_factory=list)
+    stands_for: int = 1
 
     @cached_property
     def counts_RP(self) -> NDArray[np.int64]:  # noqa: N802
         """Pairs that the tokens of each rank send to each slot."""
-        return np.stack([row["slot_load_P" if "slot_load_P" in row else "load_E"] for row in self.rows_R])
+        routed = [row["slot_load_P" if "slot_load_P" in row else "load_E"] for row in self.rows_R]
+        return self.stands_for * np.stack(routed)
 
     @cached_property
     def _counts_RRL(self) -> NDArray[np.int64]:  # noqa: N802
@@ -75,7 +77,12 @@ class LayerTraffic:
         Args:
             of: ``rank`` or ``node``.
         """
-        return np.stack([row[{"rank": "copies_R", "node": "copies_N"}[of]] for row in self.rows_R])
+        return self._copies[of]
+
+    @cached_property
+    def _copies(self) -> dict[str, NDArray[np.int64]]:
+        columns = {"rank": "copies_R", "node": "copies_N"}
+        return {of: self.stands_for * np.stack([row[column] for row in self.rows_R]) for of, column in columns.items()}
 
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots: int64 [P / R]."""
@@ -152,7 +159,7 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
     for case in cases:
         router.carried(case, layer, batch)  # worked out before threads ask for it
     stats = _statistics(router, cases, layer, batch)
-    has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
+    has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS and point.stands_for == 1
 
     def route_rank(tokens: Tokens) -> tuple[int, list[tuple[Row, list[Row]]], tuple[Tensor, Tensor] | None]:
         """The number of tokens, rows of every case, and the top-k pairs."""
@@ -161,6 +168,7 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
             for case, slots in zip(cases, slots_V, strict=True)
         ]
         pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if has_frontier else None
+        router.routed(point.times_routed)
         return tokens.num_tokens, rows_V, pairs
 
     num_tokens_R, rows_RV, pairs_R = zip(*router.for_every_rank(route_rank, layer, batch), strict=True)
@@ -172,7 +180,7 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
         if slots.rearranged is not None and point.links is not None:
             for row, once_us in zip(rows_R, slots.rearranged.once_us(point.links), strict=True):
                 row["rearrange_us"] = float(once_us)
-        of_case = _layer_traffic(model, case, slots, stats.get(case.case_id), list(num_tokens_R), rows_R, parts_R)
+        of_case = _layer_traffic(point, case, slots, stats.get(case.case_id), num_tokens_R, rows_R, parts_R)
         if (row := _frontier_row(frontier, case, of_case)) is not None:
             of_case = replace(of_case, frontier={"batch": batch, **row, "layer": point.row_layer(layer)})
         traffic.append(of_case)
@@ -180,45 +188,57 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
 
 
 def _route_case(
-    router: Router, case: CaseSpec, slots: Slots, tokens: Tokens, stats_MSE: Tensor | None
+    router: Router, case: CaseSpec, slots: Slots, tokens: Tokens, stats_MSE: Sequence[Tensor] | None
 ) -> tuple[Row, list[Row]]:
     """A rank's row of metrics under a case, and what its tokens and each of its micro-batches send."""
-    point, routing = router.point, router.route(case, tokens, stats_MSE)
-    row = case_metrics(case, routing, tokens, point.ranks_per_node) | {"layer": point.row_layer(tokens.layer)}
-    where = routing.map_TE, tokens.rank, point.ranks_per_node
+    point = router.point
+
+    def routed() -> tuple[Tensor, Row]:
+        routing = router.chosen(case, tokens, stats_MSE)
+        return routing.map_TE, case_metrics(case, routing, tokens, point.ranks_per_node)
+
+    map_TE, row = routed() if case.policy is not None else tokens.once("native", routed)
+    row, where = row | {"layer": point.row_layer(tokens.layer)}, (map_TE, tokens.rank, point.ranks_per_node)
     if not slots.is_contiguous:
         row |= slots.metrics(*where)
     return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
 
 
 def _layer_traffic(
-    model: ModelSpec,
+    point: Point,
     case: CaseSpec,
     slots: Slots,
-    stats_MSE: Tensor | None,
-    num_tokens_R: list[int],
+    stats_MSE: Sequence[Tensor] | None,
+    num_tokens_R: Sequence[int],
     rows_R: Sequence[Row],
     parts_RM: Sequence[Sequence[Row]],
 ) -> LayerTraffic:
     """All ranks' routing of one case, with its micro-batches where there are some."""
     fills = isinstance(case.replication, WaterfillConfig)
-    per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
+    model, stands_for = point.model, point.stands_for
+    shared = {
+        "moves_shared": model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None,
+        "stands_for": stands_for,
+    }
     parts = [
         LayerTraffic(
-            [row["num_tokens"] for row in part_R],
+            [stands_for * row["num_tokens"] for row in part_R],
             slots if number == 0 else replace(slots, moved_bytes_RR=None, rearranged=None),  # Weights move once.
             None if stats_MSE is None else stats_MSE[number],
             list(part_R),
-            per_token,
+            **shared,
         )
         for number, part_R in enumerate(zip(*parts_RM, strict=True))
     ]
-    stats_SE = None if stats_MSE is None else stats_MSE.sum(dim=0)
-    return LayerTraffic(num_tokens_R, slots, stats_SE, list(rows_R), per_token, parts=parts)
+    stats_SE = None if stats_MSE is None else torch.stack(list(stats_MSE)).sum(dim=0)
+    num_tokens_R = [stands_for * num_tokens for num_tokens in num_tokens_R]
+    return LayerTraffic(num_tokens_R, slots, stats_SE, list(rows_R), parts=parts, **shared)
 
 
-def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int) -> dict[str, Tensor]:
-    """Sums over all ranks of each batch-wide policy's statistics, by case id: float64 [M, S, E]."""
+def _statistics(
+    router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int
+) -> dict[str, Sequence[Tensor]]:
+    """Sums over all ranks of each batch-wide policy's statistics, by case id: float64 [S, E] of each micro-batch."""
     with torch.inference_mode():
         first = router.tokens(layer, batch, 0)
         wide = [case for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
@@ -227,7 +247,8 @@ def _statistics(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
         return [router.stats_of(case, tokens.seen_by(case)) for case in wide]
 
     of_ranks = router.for_every_rank(stats_of, layer, batch) if wide else []
-    return {case.case_id: sum(stats_R) for case, stats_R in zip(wide, zip(*of_ranks, strict=True), strict=False)}
+    sums = map(sum, zip(*of_ranks, strict=True))
+    return {case.case_id: of_case.unbind() for case, of_case in zip(wide, sums, strict=False)}
 
 
 def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:

@@ -390,6 +390,10 @@ class Lossless(Strict):
     keeps_places: ClassVar[bool] = False
     """Weights that move stay where they went, for the batches after it."""
 
+    def of_sample(self, stands_for: int) -> Lossless:
+        """The same for counts of a sample, each of whose pairs stands for so many."""
+        return self
+
     def balance(
         self,
         slot_expert_P: NDArray[np.int64],
@@ -469,6 +473,11 @@ class RebalanceConfig(Lossless):
     def keeps_places(self) -> bool:
         return self.name == "epic"
 
+    def of_sample(self, stands_for: int) -> RebalanceConfig:
+        if self.keeps_places and "least_pairs" not in self.model_fields_set:  # It goes by what is computed meanwhile.
+            return self
+        return self.model_copy(update={"least_pairs": max(1, self.least_pairs // stands_for)})
+
     def balance(
         self,
         slot_expert_P: NDArray[np.int64],
@@ -535,6 +544,8 @@ class EmulateConfig(Strict):
     device: Annotated[str, NAME_OF_FILE] = MEASURED
     """``measured``: this device. Modelled: a name of data/devices/, such a file, or
     ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
+    sample_tokens: int | None = Field(None, ge=1)
+    """Tokens of a batch that are drawn and routed, each in place of as many; a divisor of the batch's; null = all."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
@@ -635,7 +646,8 @@ class Experiment(SweepPoint):
         num_batches, window = self.workload.num_batches, replication.window
         if window is None and (by_arrival or replication.every is not None):
             window = num_batches
-        return Windows(num_batches, window, replication.lag, replication.every)
+        ahead = self.workload.history or 0 if window is None else 0
+        return Windows(num_batches, window, replication.lag, replication.every, ahead)
 
     @property
     def num_history(self) -> int:

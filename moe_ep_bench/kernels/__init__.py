@@ -54,10 +54,12 @@ class PolicyForm:
 
     Attributes:
         device_type: "cpu" or "cuda", where the scores lie.
+        is_shared: it routes many virtual ranks for their pairs alone; on the host weights may be 0 (``SharedSteps``).
     """
 
     policy: Policy
     device_type: str
+    is_shared: bool = False
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``Policy.route``."""
@@ -78,7 +80,8 @@ class PolicyForm:
         return self._calls(scores_TE, context)[1](scores_TE, context)
 
     def _calls(self, scores_TE: Tensor, context: RoutingContext) -> Calls:
-        return _calls(form_of(self.policy.in_layer(context.layer_fraction), self.device_type), *scores_TE.shape)
+        here = self.policy.in_layer(context.layer_fraction)
+        return _calls(form_of(here, self.device_type, is_shared=self.is_shared), *scores_TE.shape)
 
     def runs(self, num_tokens: int, num_experts: int) -> str:
         """Which of ``KERNELS`` routes so many tokens."""
@@ -101,9 +104,9 @@ _TRITON: Mapping[type[Policy], str] = {
 
 # A timed layer asks anew in every iteration.
 @functools.lru_cache(maxsize=1024)
-def form_of(policy: Policy, device: torch.device | str) -> PolicyForm:
+def form_of(policy: Policy, device: torch.device | str, *, is_shared: bool = False) -> PolicyForm:
     """The fastest exact form of a policy for scores on a device."""
-    return PolicyForm(policy, str(device).partition(":")[0])  # a plan asks, which does not import torch
+    return PolicyForm(policy, str(device).partition(":")[0], is_shared)  # a plan asks, which does not import torch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,7 +120,10 @@ def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
     if type(policy).route is not SteppedPolicy.route:
         return policy.route, policy.batch_stats
     assert isinstance(policy, SteppedPolicy)
-    stepped = policy.by(numba_steps(form.device_type)) if kernel == "numba" else policy
+    steps = numba_steps(form.device_type)
+    if form.is_shared and form.device_type == "cpu" and type(policy) in _TRITON:  # whose choice needs no weights
+        steps = _shared_steps()
+    stepped = policy.by(steps) if kernel == "numba" else policy
     return stepped.select, stepped.stats
 
 
@@ -155,6 +161,13 @@ def numba_steps(device_type: str) -> Steps:
     from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 
     return HostSteps() if device_type == "cpu" else DeviceSteps()
+
+
+@functools.cache
+def _shared_steps() -> Steps:
+    from moe_ep_bench.kernels.policy_steps import SharedSteps
+
+    return SharedSteps()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -28,6 +29,8 @@ Result = TypeVar("Result")
 _MOST_WINNERS = 64
 # A thread costs some tens of microseconds; a row, a fraction of one.
 _ROWS_PER_THREAD = 2048
+# Sums of all ranks of which is known what follows from them: of a few policies and micro-batches.
+_MOST_KNOWN = 16
 
 
 class DeviceSteps(Steps):
@@ -129,6 +132,31 @@ class HostSteps(Steps):
         arrays = _array(scores_TE), _array(keys_TE), valid, random, _array(load_E).copy(), _array(map_TE)
         row_selection.least_loaded(*arrays, rule.top_k, float(rule.eps_high), float(rule.t_fix), rule.pool_size)
         return map_TE
+
+
+class SharedSteps(HostSteps):
+    """Steps of many virtual ranks' routing, for the pairs alone: nobody reads weights, and nothing is timed.
+
+    What ranks work out alike from the same sums is worked out once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[object, int, int], tuple[Tensor, Tensor]] = {}
+
+    def weights(
+        self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
+    ) -> Tensor:
+        return torch.zeros(()).expand(scores_TE.shape)
+
+    def of_all_ranks(self, function: Callable[[Tensor, int], Tensor], stats_SE: Tensor, num_ranks: int) -> Tensor:
+        key = function, num_ranks, id(stats_SE)  # the very tensor, which is kept as long
+        with self._lock:
+            if key not in self._known:
+                if len(self._known) >= _MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = stats_SE, function(stats_SE, num_ranks)
+            return self._known[key][1]
 
 
 def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:

@@ -269,7 +269,7 @@ class BudgetDrop(SteppedPolicy):
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
         top_k_TE = top_k_map(scores_TE, context, self.steps)
-        dropped_SE = self.dropped_cells(stats_SE, context.num_ranks)
+        dropped_SE = self.steps.of_all_ranks(self.dropped_cells, stats_SE, context.num_ranks)
         map_TE = self.steps.without_cells(scores_TE, top_k_TE, dropped_SE)
         return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 

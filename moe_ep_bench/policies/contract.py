@@ -142,6 +142,7 @@ class RoutingContext:
         load_E: expert load carried over from earlier batches, for policies with ``carry_loads``.
         generator: the only source of randomness.
         random_TE: what ``Policy.random_keys`` returned before, in place of new draws: a captured graph can make none.
+        top_k_TE: the model's own choice of K experts, padding's too, where several policies share it; bool [T, E].
     """
 
     top_k: int
@@ -159,6 +160,7 @@ class RoutingContext:
     load_E: Tensor | None = None
     generator: torch.Generator | None = None
     random_TE: Tensor | None = None
+    top_k_TE: Tensor | None = None
 
     def num_valid(self, num_tokens: int) -> int:
         """Number of tokens that are not padding. A mask is counted once, for which the host waits."""
@@ -403,7 +405,7 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
             _require(value.shape == (length,), name, f"shape ({length},)", tuple(value.shape))
     if context.token_mask_T is not None:
         _require(context.token_mask_T.dtype == torch.bool, "token_mask_T", "bool", context.token_mask_T.dtype)
-    if scores_TE.numel() == 0:
+    if scores_TE.numel() == 0 or context.top_k_TE is not None:  # Who chose it has seen the scores.
         return
     # One pass over the scores: NaN is both least and largest where there is one, and fails both comparisons.
     least, largest = scores_TE.aminmax()

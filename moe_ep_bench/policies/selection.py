@@ -45,6 +45,8 @@ def integer_keys(keys_TE: Tensor) -> Tensor:
 
 def _top_k(scores_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
     """The K best of every row, inside its best groups where the model has groups: bool [T, E]."""
+    if context.top_k_TE is not None:
+        return context.top_k_TE
     preference_TE, top_k = preference(scores_TE, context), context.top_k
     num_groups, top_groups = context.num_groups, context.top_groups
     if num_groups is not None and top_groups is not None:

@@ -17,6 +17,7 @@ Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,10 @@ class Steps:
         values_2TE = torch.stack([map_TE.double(), mass_TE])
         cells_2N = values_2TE.new_zeros(2, NUM_BINS * num_experts)
         return cells_2N.index_add(1, cell_TE.flatten(), values_2TE.flatten(1)).view(2 * NUM_BINS, num_experts)
+
+    def of_all_ranks(self, function: Callable[[Tensor, int], Tensor], stats_SE: Tensor, num_ranks: int) -> Tensor:
+        """What every rank works out alike from the sums of all ranks."""
+        return function(stats_SE, num_ranks)
 
     def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor) -> Tensor:
         """The marked pairs whose cell is not dropped: bool [T, E].

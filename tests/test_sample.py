@@ -1,0 +1,130 @@
+"""A sample stands for a batch: its counts come to the batch's, and answers to what all tokens would have said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from moe_ep_bench.bench.checks import VIRTUAL
+from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+from moe_ep_bench.bench.measure import measure_point
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.traffic import route_layer
+from moe_ep_bench.config import RebalanceConfig
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import TOTAL
+
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "name": "sample",
+    "model": {"preset": "olmoe-1b-7b"},
+    "workload": {"kind": "synthetic", "num_tokens": 65536, "num_batches": 1, "history": 1, "seed": 3, "peak_load": 3},
+    "layer": {"ep_size": 8},
+    "policies": [
+        {"name": "token_drop", "capacity_factor": 1.5},
+        {"name": "expanded_drop", "capacity_factor": 1.5},
+        {"name": "budget_drop", "max_dropped": 0.1},
+    ],
+    "emulate": {
+        "links": "h100-nvlink4-ndr",
+        "device": "h100-sxm",
+        "replication": [{"spare_per_rank": 1}],
+        "rebalance": [{"name": "llep"}, {"name": "epic"}],
+    },
+}
+
+
+def planned(folder: Path, *overrides: str) -> Point:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return plan(path, overrides, VIRTUAL, on_cpu=True)[0]
+
+
+def found(point: Point) -> dict[str, tuple[float, float, float]]:
+    """Of each case the layer's time (us), the share of pairs dropped, and the fullest rank's load over the mean."""
+    ranks = ModelledRanks(point, point.cases, CPU, lambda _: None)
+    with torch.inference_mode():
+        measure_point(ranks, ranks.begin)
+    at, values = ranks.result.columns[TOTAL], {}
+    for case in point.cases:
+        rows = ranks.result.rows[case.case_id]
+        dropped = sum(row["num_dropped_pairs"] for row in rows) / sum(row["num_topk_pairs"] for row in rows)
+        loads = sum(row["load_R"] for row in rows)
+        time_us = float(ranks.result.times[case.case_id][:, 0, at].max())
+        values[case.label + case.role] = time_us, dropped, float(loads.max() / loads.mean())
+    return values
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["layer.ep_size=8"],
+        ["layer.ep_size=32"],
+        ["model.preset=deepseek-v3", "layer.ep_size=32", "workload.num_tokens=32768", "layer.dtype=bfloat16"],
+    ],
+    ids=["64 experts over 8", "64 over 32", "256 over 32"],
+)
+def test_a_sample_says_what_all_tokens_do(sizes: list[str], tmp_path: Path) -> None:
+    whole = planned(tmp_path, *sizes)
+    few = planned(tmp_path, *sizes, f"emulate.sample_tokens={whole.num_tokens // 4}")
+    assert (few.stands_for, few.num_tokens, few.most_tokens) == (4, whole.num_tokens, whole.most_tokens)
+    assert few.comparison_id != whole.comparison_id
+    expected, got = found(whole), found(few)
+    assert got.keys() == expected.keys()
+    pairs = whole.num_tokens * whole.model.top_k / whole.ep_size / 4
+    for label, (time_us, dropped, fullest) in expected.items():
+        # Which weights move is a choice of whole experts: a sample may make another, as another batch does.
+        moves = label.startswith(("LLEP", "EPIC"))
+        assert got[label][0] == pytest.approx(time_us, rel=0.15 if moves else 0.04), label
+        assert got[label][1] == pytest.approx(dropped, abs=0.03), label
+        assert got[label][2] == pytest.approx(fullest, rel=0.25 if moves else 4 / np.sqrt(pairs) + 0.01), label
+
+
+def test_counts_of_a_sample_are_those_of_the_batch(tmp_path: Path) -> None:
+    for overlap in ("none", "two_batch"):
+        point = planned(tmp_path, "emulate.sample_tokens=1024", f"emulate.overlap={overlap}")
+        cases = [case for case in point.cases if not case.name.endswith("_drop")]
+        with torch.inference_mode():
+            of_cases = route_layer(Router(point, CPU), cases, None, 0)
+        for case, traffic in zip(cases, of_cases, strict=True):
+            assert traffic.counts_RP.sum() == point.num_tokens * point.model.top_k, case.label
+            assert sum(traffic.num_tokens_R) == point.num_tokens
+            assert traffic.copies("rank").max() <= max(traffic.num_tokens_R)
+            assert traffic.frontier is None, "the best that dropping can do is known of all tokens alone"
+            for part in traffic.parts:
+                assert sum(part.num_tokens_R) == point.num_tokens / 2
+        assert {length for of_rank in point.lengths_of_ranks(0) for length in of_rank} == {128}
+        assert sum(map(sum, point.lengths_of_ranks(0))) == point.num_tokens
+
+
+def test_rules_in_pairs_count_those_that_a_sample_stands_for() -> None:
+    llep, epic = RebalanceConfig(name="llep", least_pairs=1000), RebalanceConfig(name="epic")
+    assert llep.of_sample(8).least_pairs == 125
+    assert RebalanceConfig(name="llep", least_pairs=3).of_sample(8).least_pairs == 1
+    assert epic.of_sample(8) == epic, "it goes by what is computed during an exchange"
+    assert RebalanceConfig(name="epic", least_pairs=80).of_sample(8).least_pairs == 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["emulate.sample_tokens=1000"], "a divisor of the batch's 65536 tokens, at least 8 .one a rank., got 1000"),
+        (["emulate.sample_tokens=4"], "at least 8 .one a rank., got 4"),
+        (
+            ["emulate.device=measured", "emulate.replication=[]", "emulate.rebalance=[]"],
+            "null where layers are measured",
+        ),
+        (["workload.padding_per_rank=1"], "null where ranks have tokens or padding of their own, got 64"),
+        (["workload.tokens_of_ranks=1.5"], "null where ranks have tokens or padding of their own, got 64"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(overrides: list[str], expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"emulate.sample_tokens: expected {expected}|{expected}"):
+        planned(tmp_path, "emulate.sample_tokens=64", *overrides)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -25,12 +27,15 @@ from results_builder import (
     write_whole,
 )
 
+from moe_ep_bench.analysis import tables as tables_module
 from moe_ep_bench.analysis.cases import Store, cases, load
 from moe_ep_bench.analysis.drawing import Drawing, draw
 from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import lines
 from moe_ep_bench.analysis.plot import figures_of
 from moe_ep_bench.analysis.style import (
     POLICY_LOOKS,
+    folded,
     house_style,
     looks_of,
     settle,
@@ -211,6 +216,150 @@ def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store) -> None:
             assert_nothing_is_clipped(drawing.figure)
 
 
+def overlapping(axis) -> list[tuple[str, str]]:
+    """Pairs of an axis's labels of which one lies upon the other."""
+    boxes = [(label.get_text(), label.get_window_extent()) for label in axis.get_ticklabels() if label.get_text()]
+    pairs = itertools.combinations(boxes, 2)
+    return [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)]
+
+
+def test_long_names_of_policies_keep_their_parts_and_lie_upon_none(tmp_path: Path) -> None:
+    names = ["my_very_long_policy_name_for_experts", "SharedExpertsByMyOwnWaterFillingRule", "oea"]
+    own = [FakeCase(name, params={"budget": k}, mass=0.9, dropped=0.1) for name in names for k in (1, 2, 3)]
+    few = {"num_batches": 2, "num_iterations": 1}
+    for factors in ([], [drop(1.0, 1.5), drop(2.0, 1.2)]):
+        store = store_of(tmp_path / str(len(factors)), FakeComparison(cases=[*native(), *own, *factors], **few))
+        for name in ("speedup", "dropped", "phases"):
+            figure = drawn(name, store).figure
+            figure.draw_without_rendering()
+            axes = figure.axes[-1] if factors and name != "phases" else figure.axes[0]
+            axis = axes.xaxis if factors and name != "phases" else axes.yaxis
+            assert overlapping(axis) == [], name
+            labels = [label.get_text().split("\n") for label in axis.get_ticklabels()]
+            lines = {line for lines in labels for line in lines}
+            assert {"my_very_long_policy_name_for_", "my_very_long_policy_name_for_experts"} & lines, name
+            assert any(line.startswith("SharedExpertsByMyOwnWaterFilling") for line in lines), name
+            assert not any(re.search(r"(policy_na|FillingRu|Ru)$", line) for line in lines)
+            assert_nothing_is_clipped(figure)
+
+
+@pytest.mark.parametrize(
+    ("words_", "folded_"),
+    [
+        ("my_long_policy_name k=2", "my_long_\npolicy_name\nk=2"),
+        ("SharedExpertsRule k=2", "SharedExperts\nRule k=2"),
+        (f"token_drop, {GAMMA} 1.5", f"token_drop,\n{GAMMA} 1.5"),
+        ("drops some 102.1 % kept", "drops some\n102.1 % kept"),
+        ("short", "short"),
+    ],
+)
+def test_a_text_breaks_between_words_or_parts_of_a_name_and_never_before_its_unit(words_: str, folded_: str) -> None:
+    assert folded(words_, 13 * 0.55 * 9 / 72 + 1e-6, 9) == folded_
+
+
+# ---- axes, legends -------------------------------------------------------------------------------------------------
+
+
+def test_panels_of_a_facet_show_a_case_at_one_place(tmp_path: Path) -> None:
+    """Though some have no value in one of them: side by side a row is one policy, under one another a column."""
+    few = {"num_batches": 2, "num_iterations": 1}
+    oea = [FakeCase("oea", params={"k0": k}, dropped=0.1, rerouted=0.1 * (k == 3)) for k in (1, 2, 3)]
+    for upright, more in ((True, []), (False, [drop(1.0, 1.5), drop(2.0, 1.2)])):
+        comparison = FakeComparison(cases=[*native(), *oea, *more], **few)
+        panels = drawn("speedup", store_of(tmp_path / str(upright), comparison)).figure.axes
+        assert len(panels) == 3
+        labels = ticks(panels[0].yaxis if upright else panels[-1].xaxis)
+        assert labels == [*(f"oea k0={k}" for k in (1, 2, 3)), *([] if upright else ["1", "2"])]
+        (point,) = [
+            line for line in panels[2].lines if line.get_marker() not in ("None", None) and len(line.get_xdata())
+        ]
+        place = point.get_ydata() if upright else point.get_xdata()
+        assert labels[round(float(place[0]))] == "oea k0=3"
+        assert len({tuple(np.sort(axes.get_ylim() if upright else axes.get_xlim())) for axes in panels}) == 1
+
+
+def test_legends_show_points_as_points_and_what_is_joined_as_lines(tmp_path: Path) -> None:
+    cases = [
+        *native(),
+        FakeCase("topk"),
+        drop(1.0, 1.5),
+        drop(2.0, 1.2),
+        replace(drop(1.0, 1.1), policy="expanded_drop"),
+        eplb(1),
+    ]
+    figure = drawn("speedup", store_of(tmp_path, FakeComparison(cases=cases, num_iterations=1))).figure
+    handles = dict(zip(legend(figure), figure.legends[0].legend_handles, strict=True))
+    is_line = {
+        name: handle.get_linestyle() != "None" for name, handle in handles.items() if hasattr(handle, "get_marker")
+    }
+    expected = {"topk": False, "token_drop": True, f"expanded_drop, {GAMMA} 1": False, "native": True}
+    assert {name: is_line[name] for name in expected} == expected
+    assert not is_line["EPLB, 1 spare per rank" if "EPLB, 1 spare per rank" in is_line else "EPLB"]
+
+
+def test_a_reversed_axis_says_so(store: Store) -> None:
+    panels = drawn("pareto", store).figure.axes
+    reversed_ = [axes.get_xlim()[0] > axes.get_xlim()[1] for axes in panels]
+    assert any(reversed_)
+    assert reversed_ == [axes.get_xlabel().replace("\n", " ").endswith(", axis reversed") for axes in panels]
+
+
+def test_ranks_have_whole_ticks_and_shares_none_below_zero(tmp_path: Path) -> None:
+    lossless = [FakeCase("oea", params={"k0": k}, dropped=0.0) for k in (1, 2)]
+    sizes = {"num_ranks": 16, "num_experts": 16, "num_batches": 2, "num_iterations": 1}
+    store = store_of(tmp_path, FakeComparison(cases=[*native(), *lossless], **sizes))
+    of_ranks = drawn("load", store).figure.axes[1]
+    assert of_ranks.get_xlabel() == "ranks, the fullest first"
+    assert [tick for tick in of_ranks.get_xticks() if tick != round(tick)] == []
+    dropped = next(axes for axes in drawn("speedup", store).figure.axes if axes.get_xlabel() == "dropped (%)")
+    low, high = dropped.get_xlim()
+    assert -1 < low < 0 < 4 < high
+    assert min(tick for tick in dropped.get_xticks() if low <= tick <= high) == 0
+
+
+def test_times_of_points_begin_where_points_do_and_of_bars_at_zero(store: Store, tmp_path: Path) -> None:
+    def limits_of(figure) -> tuple[float, float]:
+        with house_style():
+            return draw(figure, store).figure.axes[0].get_ylim()
+
+    (figure,) = lines("dropped_share", "median_ms").values()
+    low, high = limits_of(figure)
+    times = cases(store).query("status == 'ok' and dropped_share.notna() and role != 'noise'")["median_ms"]
+    assert 0 < 0.5 * times.min() < low < times.min() < times.max() < high
+    (figure,) = lines("dropped_share", "median_ms", where="label == 'native'").values()
+    low, high = limits_of(figure)
+    assert high - low == pytest.approx(0.1 * high, rel=0.1), "noise is not blown up"
+    waits = [FakeCase("oea", params={"k0": k}, dropped=0.2 + k / 9, phase_factors={"experts": k}) for k in (0.1, 1.0)]
+    (figure,) = lines("dropped_share", "experts_ms", where="policy == 'oea'").values()
+    store_ = store_of(tmp_path, FakeComparison(cases=[*native(), *waits], num_ranks=4, num_iterations=1))
+    with house_style():
+        assert draw(figure, store_).figure.axes[0].get_ylim()[0] == 0, "which is near"
+    for name in ("phases", "ranks"):
+        assert drawn(name, store).figure.axes[0].get_xlim()[0] == 0
+
+
+def test_a_policy_has_one_colour_and_marker_in_every_figure_of_a_directory(tmp_path: Path) -> None:
+    own = [
+        FakeCase(f"mine_{n}", params={"capacity_factor": g}, mass=0.9, dropped=g / 20)
+        for n in range(8)
+        for g in (1.0, 2.0)
+    ]
+    few = {"num_batches": 2, "num_iterations": 1}
+    store = store_of(tmp_path, FakeComparison(cases=[*native(), *own, drop(1.0, 1.5)], **few))
+    (by_own,) = lines("capacity_factor", "retained_mass", where="policy in ('mine_6', 'mine_3')").values()
+    looks: dict[str, set[tuple]] = {}
+    with house_style():
+        asked = [
+            draw(figure, store, where) for figure, where in ((FIGURES["speedup"], "policy == 'mine_5'"), (by_own, None))
+        ]
+    for drawing in (*asked, *(drawn(name, store) for name in ("speedup", "dropped", "load", "pareto"))):
+        for name, handle in zip(legend(drawing.figure), drawing.figure.legends[0].legend_handles, strict=True):
+            if name.startswith("mine_"):
+                looks.setdefault(name.split(",")[0], set()).add((to_rgb(handle.get_color()), handle.get_marker()))
+    assert {len(found) for found in looks.values()} == {1}
+    assert len({look for found in looks.values() for look in found}) == len(looks) == 8
+
+
 # ---- lines, panels --------------------------------------------------------------------------------------------------
 
 
@@ -287,11 +436,20 @@ def test_no_policy_vanishes_while_another_has_two_lines(tmp_path: Path, name: st
     few = [FakeCase(name, params={"k": 2}, dropped=0.2) for name in ("lynx", "oea", "xshare")]
     run = store_of(tmp_path, FakeComparison(cases=[*native(), *many, *few], num_batches=2, num_iterations=1))
     drawing = drawn(name, run)
-    said = f"{words(drawing.figure)} {legend(drawing.figure)} {ticks(drawing.figure.axes[0].yaxis)}"
-    assert all(f"{policy} k=2" in said for policy in ("lynx", "oea", "xshare"))
-    assert re.search(r"laser c=6\b", said)
-    assert "laser c=17" not in said
-    assert re.search("[56] of 1[56] lines are not drawn", said)
+    named = f"{legend(drawing.figure)} {ticks(drawing.figure.axes[0].yaxis)}"
+    assert all(f"{policy} k=2" in named for policy in ("lynx", "oea", "xshare"))
+    assert re.search(r"laser c=6\b", named)
+    assert "laser c=17" not in named
+    (left_out,) = re.findall(
+        r"[56] of 1[56] lines are not drawn: (.*) \(plot --all draws them; the CSV", words(drawing.figure)
+    )
+    assert left_out.split("; ")[-2:] == ["laser c=16", "laser c=17"], "which they are is said"
+    with house_style():
+        whole = draw(FIGURES[name], run, limited=False)
+    named = f"{legend(whole.figure)} {ticks(whole.figure.axes[0].yaxis)}"
+    assert all(f"laser c={c}'" in named for c in range(6, 18))
+    assert "not drawn" not in words(whole.figure)
+    pd.testing.assert_frame_equal(whole.rows, drawing.rows)
     assert drawing.rows["label"].nunique() == 15 + (name != "dropped"), "native too, and the CSV has all"
 
 
@@ -321,6 +479,21 @@ def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Sto
     bars = ticks(drawing.figure.axes[0].yaxis)
     assert bars == [f"{name}, rank {rank}" for name in ("native", f"token_drop, {GAMMA} 1") for rank in range(4)]
     assert "25.0 % dropped, 80.0 % kept" in drawing.figure.axes[0].get_title("left").replace("\n", " ")
+
+
+def test_ranks_are_shown_under_what_advise_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases_ = [*native(), drop(1.0, 1.5), FakeCase("oea", params={"k0": 2}, speedup=1.1, dropped=0.0), eplb(1)]
+    run = tmp_path / "run"
+    write_run(run, [FakeComparison(cases=cases_, num_ranks=4, num_batches=2, num_iterations=1)])
+    for label in ("oea k0=2", "EPLB, 1 spare per rank"):
+        (case_id,) = cases(load(run)).query("label == @label")["case_id"]
+        answer = SimpleNamespace(comparison_id="c0", pick=SimpleNamespace(case_id=case_id))
+        monkeypatch.setattr(tables_module, "read_advice", lambda _, answer=answer: SimpleNamespace(answers=[answer]))
+        assert set(drawn("ranks", load(run)).rows["label"]) == {"native", label}
+        (table,) = tables_module.tables(load(run), ["ranks"])
+        assert {row["label"] for row in table.rows} == {"native", label}
+    answer.pick = None
+    assert set(drawn("ranks", load(run)).rows["label"]) == {"native", "token_drop capacity_factor=1.0"}
 
 
 def test_waits_of_ranks_are_less_what_their_probes_cost(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -266,6 +267,65 @@ def test_where_chooses_rows_of_a_named_figure_beside_native(good: Path, tmp_path
     assert set(pd.read_csv(out / "load.csv")["label"]) == {"native", "oea k0=4"}
     status, out = plotted(tmp_path, good, "--figures", "speedup", "--where", "capacity_factor > 1")
     assert pd.read_csv(out / "speedup.csv")["capacity_factor"].tolist() == [1.5]
+
+
+def test_a_bare_figure_is_a_picture_alone_and_its_words_are_beside_it(good: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bare"
+    asked = ["--figures", "speedup,pareto", "--format", "pdf,svg", "--out", str(out)]
+    assert main(["plot", str(good), "--bare", *asked]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        f"{name}.{kind}" for name in ("speedup", "pareto") for kind in ("pdf", "svg", "csv", "txt")
+    }
+    assert (out / "speedup.pdf").read_bytes().startswith(b"%PDF-")
+    text = (out / "speedup.txt").read_text().splitlines()
+    assert text[:2] == ["Speedup over native Megatron-Core.", "Tiny-MoE, EP 2, 4,096 tokens."]
+    assert text[3].startswith("measured | NVIDIA Fake 80GB x 2 ranks, nccl | Tiny-MoE")
+    with house_style():
+        bare, dressed = (draw(FIGURES["speedup"], load(good), bare=bare) for bare in (True, False))
+        settle(bare.figure)
+    assert bare.figure.texts == []
+    assert [axes.get_title("left") for axes in bare.figure.axes] == [""] * len(bare.figure.axes)
+    assert len(bare.figure.legends) == 1
+    assert bare.figure.get_figheight() < dressed.figure.get_figheight() - 0.8
+    assert_nothing_is_clipped(bare.figure)
+    pd.testing.assert_frame_equal(bare.rows, dressed.rows)
+
+
+def test_panels_of_a_bare_figure_are_told_apart(tmp_path: Path) -> None:
+    with house_style():
+        figure = draw(FIGURES["speedup"], variants(tmp_path), bare=True).figure
+    assert {axes.get_title("left") for axes in figure.axes} == {"Tiny 0", "Tiny 1", ""}
+
+
+def test_all_panels_are_drawn_where_they_are_asked_for(tmp_path: Path) -> None:
+    about = {"cases": [FakeCase("native", role="baseline"), FakeCase("topk")], "num_batches": 1, "num_iterations": 1}
+    write_run(tmp_path / "run", [FakeComparison(f"c{n}", {"title": f"Tiny {n}"}, **about) for n in range(5)])
+    few, whole = (
+        (tmp_path / name, main(["plot", str(tmp_path / "run"), "--figures", "dropped", *more]))
+        for name, more in (
+            ("few", ["--out", str(tmp_path / "few")]),
+            ("all", ["--all", "--out", str(tmp_path / "all")]),
+        )
+    )
+    said = {
+        path.name: "".join(re.findall(r"<!-- (.*?) -->", (path / "dropped.svg").read_text()))
+        for path, _ in (few, whole)
+    }
+    assert [f"Tiny {n}" in said["few"] for n in range(5)] == [True, True, True, True, True]
+    assert "of 5 panels 4 are drawn, without Tiny 2 (plot" in said["few"]
+    assert "panels" not in said["all"]
+
+
+def test_where_leaves_out_figures_whose_rows_lack_the_column(good: Path, tmp_path: Path) -> None:
+    claims = REFERENCE / "whole-capacity-modelled"
+    status, out = plotted(tmp_path / "one", claims, "--figures", "claims", "--where", "traffic == 'mixed'")
+    assert status == 0
+    assert set(pd.read_csv(out / "claims.csv")["traffic"]) == {"mixed"}
+    where = ["--where", "speedup_median > 1.2"]
+    status, out = plotted(tmp_path / "two", claims, "--figures", "claims,pareto", *where)
+    assert [path.name for path in sorted(out.iterdir())] == ["pareto.csv", "pareto.svg"]
+    assert plotted(tmp_path / "three", QUALITY[0], good, *where)[0] == 0
+    assert not (tmp_path / "three" / "drawn" / "quality.csv").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ these rows as CSV, under the frame's own names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.marks import Panel, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
-from moe_ep_bench.config.conditions import holds, matching
+from moe_ep_bench.config.conditions import columns_of, holds, matching
 from moe_ep_bench.errors import naming
 from moe_ep_bench.facts import ORIGINS
 from moe_ep_bench.facts.words import said_once, scale_words
@@ -30,6 +30,7 @@ from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 _MOST_LINES = 10
+_MOST_NAMED = 12  # of what is left out
 # By so much a breakdown iteration may be longer than a plain one before a figure of phases says so.
 _MUCH_OVERHEAD = 0.03
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
@@ -105,59 +106,85 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """A figure with its title and subtitle, and the numbers that it shows: tidy rows, one per mark."""
+    """A figure with its title and subtitle, all words round it, and its numbers: tidy rows, one per mark."""
 
     figure: Sheet
     rows: pd.DataFrame
     title: str
     how: str
+    words: Sequence[str] = ()
 
 
-def draw(figure: Figure, store: Any, where: str | None = None) -> Drawing | None:
+def draw(
+    figure: Figure, store: Any, where: str | None = None, *, limited: bool = True, bare: bool = False
+) -> Drawing | None:
     """Draw a figure of a store; None where no row fits.
 
     Args:
         where: a user's condition on columns: what is drawn, beside the native of its comparisons; None = all.
+        limited: at most ``_MOST_LINES`` lines, and facets to the figure's limit, are drawn.
+        bare: the sheet has no title, tags, subtitle and footer, nor a single facet its heading.
 
     Raises:
         UserError: the condition cannot be read, or names no column.
     """
-    every = rows = figure.frame(store)
+    rows, others = figure.frame(store), case_rows(store)
+    # A policy has its look in every figure of a store: also where others are not drawn.
+    kinds = _kinds(others) | _kinds(rows)
     if where is not None and len(rows):
-        rows = _asked(rows, where)
+        rows = _asked(rows, where, is_all=figure.frame is case_rows or others.empty)
     rows = matching(figure.rows(store, rows) if len(rows) else rows, figure.where)
     if figure.needs and len(rows):
         rows = rows[rows["facet"].isin(matching(rows, figure.needs)["facet"])]
     if rows.empty:
         return None
     names, drawn, notes = list(rows["facet"].unique()), rows, []
-    if len(names) > figure.limit:
+    if limited and len(names) > figure.limit:
         kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, figure.limit).round()}
         drawn = rows[rows["facet"].isin(kept)]
-        notes.append(f"of {len(names)} panels {figure.limit} are drawn; the CSV has all")
+        titles = rows[~rows["facet"].isin(kept)].drop_duplicates("facet")["title"]
+        notes.append(f"of {len(names)} panels {figure.limit} are drawn, without {_left_out(titles)}")
     drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
-    # A policy has its look in every figure of a store: also where others are not drawn.
-    looks = ordered_looks(own) if figure.ordered else looks_of(_kinds(every), _kinds(rows))
-    if more := _in_turn(drawn)[_MOST_LINES:]:
-        notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn; the CSV has all")
+    looks = ordered_looks(own) if figure.ordered else looks_of(kinds, _kinds(rows))
+    if limited and (more := _in_turn(drawn)[_MOST_LINES:]):
+        notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn: {_left_out(more)}")
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
+    titled = not bare or drawn["facet"].nunique() > 1
+    panels = panels_of(figure.panels, drawn)
+    sheet, body = facets(drawn, panels, looks, beside=beside, most=figure.most, titled=titled)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
-    dress(sheet, figure.title, how, _footer(drawn, notes, figure), tags, body=body)
+    footer = _footer(drawn, notes, figure)
+    dress(sheet, *(("", "", (), ()) if bare else (figure.title, how, footer, tags)), body=body)
+    headings = drawn.drop_duplicates("facet")["heading" if "heading" in drawn else "title"]
+    words = [f"{figure.title}.", f"{'; '.join(headings)}.", *filter(None, [how, *footer])]
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
-    return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
+    return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how, words)
 
 
-def _asked(rows: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Rows that a user asks for, and native of their comparisons; all where rows are no cases."""
-    if "role" not in rows:
-        return rows
+def _left_out(names: Iterable[str]) -> str:
+    """The end of a note: what was left out, and how to have it."""
+    names = list(names)
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return f"{'; '.join([*names[:_MOST_NAMED], *more])} (plot --all draws them; the CSV has all)"
+
+
+def _asked(rows: pd.DataFrame, where: str, *, is_all: bool) -> pd.DataFrame:
+    """Rows that a user asks for, and native of their comparisons.
+
+    Args:
+        is_all: no other rows can have been meant; else those that lack a column are not asked for.
+    """
     wide = with_fields(rows)
+    known = [*public_columns(wide), *FIELDS]
+    if not is_all and not set(columns_of(where)) <= set(known):
+        return rows[:0]
     with naming("--where"):
-        is_asked = holds(wide, where, [*public_columns(wide), *FIELDS])
+        is_asked = holds(wide, where, known)
+    if "role" not in rows:
+        return rows[is_asked]
     of = next(name for name in ("facet", "comparison_id") if name in rows)
     return rows[is_asked | ((rows["role"] == "baseline") & rows[of].isin(rows.loc[is_asked, of]))]
 

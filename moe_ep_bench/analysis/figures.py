@@ -18,12 +18,12 @@ from moe_ep_bench.analysis.answer_costs import half_interval, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure
-from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
+from moe_ep_bench.analysis.marks import are_names, bars, inches_of_rows, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.paper_claims import METRICS, measured
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store, with_draws_apart
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import SkewFacts, Workload
@@ -33,11 +33,6 @@ from moe_ep_bench.papers.claims import NUMBERS, SHARES
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
 
 
-def _most_of(rows: pd.DataFrame, column: str) -> int:
-    """The most different values that a facet has."""
-    return int(rows.groupby("facet")[column].nunique().max())
-
-
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
 
 
@@ -45,7 +40,7 @@ def _over_steps(y: str, height: float, **more: object) -> object:
     """A column over capacity factors; of policies without one it is as high as their names need."""
 
     def inches(rows: pd.DataFrame) -> float:
-        return 0.3 * max(3, _most_of(rows, "at")) + 1.1 if are_names(rows["at"]) else height
+        return max(0.9, inches_of_rows(rows, "at")) + 1.1 if are_names(rows["at"]) else height
 
     words = f"capacity factor {GAMMA} (of policies that have one)"
     return series("at", y, names=True, xlabel=words, height=inches, **more)
@@ -97,7 +92,7 @@ def phase_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per rank and group of phases, under native and the policy that gains most (``tables.by_rank``)."""
+    """A row per rank and group of phases, under native and the pick, or the policy that gains most (``by_rank``)."""
     rows = matching(rows, "scope == 'layer' and num_ranks > 1 and waiting_ms != null")
     if rows.empty:
         return rows
@@ -108,7 +103,10 @@ def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     )
     heading = rows["title"] + "; " + rows["name"] + ": " + _cost_words(rows)
     rows = rows.assign(
-        heading=heading.where(rows["role"] == "policy").groupby(rows["facet"]).transform("first").fillna(rows["title"]),
+        heading=heading.where(rows["role"] != "baseline")
+        .groupby(rows["facet"])
+        .transform("first")
+        .fillna(rows["title"]),
         bar=rows["name"] + ", rank " + rows["rank"].astype("str"),
         axis_words="time of one layer (ms)",
         note=note.where(rows["num_ranks"] > _MOST_RANKS),
@@ -117,8 +115,7 @@ def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _height_of_bars(rows: pd.DataFrame) -> float:
-    lines = rows["bar"].dropna().str.count("\n").max() + 1
-    return 0.85 + (0.12 + 0.17 * lines) * _most_of(rows, "bar")
+    return 0.85 + inches_of_rows(rows, "bar")
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
@@ -322,8 +319,7 @@ def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def _height_of_claims(rows: pd.DataFrame) -> float:
-    lines = max(folded(name, NAMES, rcParams["ytick.labelsize"]).count("\n") + 1 for name in rows["names"])
-    return 0.75 + max(0.5, 0.16 * lines + 0.14) * rows["names"].nunique()
+    return 0.75 + inches_of_rows(rows, "names", least=0.5)
 
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
@@ -356,7 +352,8 @@ FIGURES: dict[str, Figure] = {
     "phases": Figure(
         "Where the time goes",
         [bars(height=_height_of_bars)],
-        "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
+        "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet. "
+        "Beside a bar: the sum.",
         rows=phase_rows,
         columns=("phases", "time_ms", *COSTS),
         of="phases",
@@ -364,8 +361,8 @@ FIGURES: dict[str, Figure] = {
     "ranks": Figure(
         "Who waits for whom",
         [bars(height=_height_of_bars)],
-        "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
-        "wait for the rank that waits least.",
+        "Time of each rank by phase, median over iterations, under native and advise's pick, or else the policy that "
+        "gains most; the others wait for the rank that waits least.",
         rows=rank_rows,
         columns=("rank", "phases", "time_ms", *COSTS),
         of="phases",

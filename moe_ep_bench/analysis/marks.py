@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import Column, column_of, milliseconds
@@ -35,12 +37,14 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.config.conditions import holds, matching
 from moe_ep_bench.facts import ORIGINS
 
-Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
+Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look], pd.DataFrame], None]
 
 _MANY = 10  # values of an axis; more have no tick each
 _WIDTHS = {1: 8.5, 2: 10.0, 3: 11.0, 4: 11.5}  # inches of a sheet with so many panels side by side
 _TITLE_LINE = 0.17  # inches
 NAMES = 2.4  # inches for names beside a panel
+_ROW = 0.3  # inches of a row, at least
+_MARKER = 6.5 / 72  # inches between two markers, at most
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Panel:
     """One panel of a facet.
 
     Attributes:
-        draw: (panel, rows of the facet, how each line looks).
+        draw: (panel, its rows, how each line looks, all rows of its facet, whose places its panels have in common).
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
@@ -95,13 +99,20 @@ class Cell(NamedTuple):
 
 
 def facets(
-    rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False, most: int = 2
+    rows: pd.DataFrame,
+    panels: Sequence[Panel],
+    looks: Mapping[str, Look],
+    *,
+    beside: bool = False,
+    most: int = 2,
+    titled: bool = True,
 ) -> tuple[Figure, float]:
     """Draw every panel for every ``facet`` of the rows; its origin frames a panel, ``heading`` or ``title`` names it.
 
     Args:
         beside: a facet's panels stand side by side, else one under another.
         most: facets side by side.
+        titled: each facet has its heading.
 
     Returns:
         The sheet, and the inches of its body.
@@ -113,25 +124,32 @@ def facets(
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
     grid = figure.add_gridspec(len(heights), across * len(widths), height_ratios=heights, width_ratios=widths * across)
     inches = figure.get_figwidth() / across - 0.3
-    title_lines = [1] * (cells[-1].band + 1)
+    title_lines, names, drawn = [1] * (cells[-1].band + 1), [0.0] * len(heights), []
     for cell in cells:
         axes = figure.add_subplot(grid[cell.place])
         share = widths[cell.place[1] % len(widths)] / sum(widths)
-        cell.panel.draw(axes, cell.panel.rows(cell.facet), looks)
-        if cell.is_first:
-            title_lines[cell.band] = max(title_lines[cell.band], _give_title(axes, cell.facet, inches, share))
+        cell.panel.draw(axes, cell.panel.rows(cell.facet), looks, cell.facet)
         points = rcParams["axes.labelsize"]
         axes.set_xlabel(folded(axes.get_xlabel(), share * (inches - 0.5), points))
         axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, cell.height - 0.7), points))
         if cell.panel.shares and not beside and not cell.is_last:
             axes.tick_params(labelbottom=False)
             axes.set_xlabel("")
+        else:
+            row = cell.place[0]
+            names[row] = max(names[row], _inches_of_names(axes))
         if cell.panel.shares and beside and not cell.is_first:
             axes.tick_params(labelleft=False)
         origins = {origin for origin in cell.facet["origin"].dropna() if origin in ORIGINS}
         frame(axes, next(iter(origins)) if len(origins) == 1 else None)
+        drawn.append((cell, axes, share))
+    for cell, axes, share in drawn if titled else ():
+        if cell.is_first:
+            of_column = [other for beside_it, other, _ in drawn if beside_it.place[1] == cell.place[1]]
+            room = inches - 0.2 - max(map(_inches_left_of, of_column))
+            title_lines[cell.band] = max(title_lines[cell.band], _give_title(axes, cell.facet, room, share))
     _give_equal_limits(figure)
-    return figure, sum(heights) + _TITLE_LINE * (sum(title_lines) - len(title_lines))
+    return figure, sum(heights) + sum(names) + _TITLE_LINE * (sum(title_lines) - len(title_lines))
 
 
 def _laid_out(
@@ -155,15 +173,24 @@ def _laid_out(
     return cells, heights
 
 
-def _give_title(axes: Axes, facet: pd.DataFrame, inches: float, share: float) -> int:
+def _give_title(axes: Axes, facet: pd.DataFrame, room: float, share: float) -> int:
     """Name a facet above its first panel, which has this share of its inches; the title's lines."""
     # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
-    labels = axes.yaxis.get_tightbbox()
-    room = inches - 0.2 - (0 if labels is None else (axes.bbox.x0 - labels.x0) / axes.figure.dpi)
     heading = facet["heading" if "heading" in facet else "title"].iloc[0]
     title = folded(heading, room / 1.15 * min(1.0, 2 * share), rcParams["axes.titlesize"])
     axes.set_title(title)
     return title.count("\n") + 1
+
+
+def _inches_left_of(axes: Axes) -> float:
+    """What stands to the left of a panel: its values or names, and tilted names below it."""
+    return max(0.0, axes.bbox.x0 - axes.get_tightbbox().x0) / axes.figure.dpi
+
+
+def _inches_of_names(axes: Axes) -> float:
+    """How much higher than a line of text the names below a panel are."""
+    heights = [label.get_window_extent().height for label in axes.get_xticklabels()]
+    return max(0.0, max(heights, default=0) / axes.figure.dpi - _TITLE_LINE)
 
 
 def _give_equal_limits(figure: Figure) -> None:
@@ -195,10 +222,20 @@ def places_of(values: Iterable[Any]) -> dict[Any, int]:
     return {value: at for at, value in enumerate([*(value for value in different if value not in numbers), *numbers])}
 
 
+def _row_name(name: str) -> str:
+    return folded(name, NAMES, rcParams["ytick.labelsize"])
+
+
+def inches_of_rows(rows: pd.DataFrame, column: str, *, least: float = _ROW) -> float:
+    """Inches of rows that are named by a column, of the facet that has most, so high that no name meets another."""
+    names = rows[column].dropna().unique()
+    lines = max((_row_name(name).count("\n") + 1 for name in names if isinstance(name, str)), default=1)
+    return int(rows.groupby("facet")[column].nunique().max()) * max(least, 0.09 + 0.155 * lines)
+
+
 def name_rows(axes: Axes, names: Iterable[str]) -> None:
     """One row per name, the first at the top."""
-    width = min(NAMES, 0.36 * axes.figure.get_figwidth())
-    labels = [folded(name, width, rcParams["ytick.labelsize"]) for name in names]
+    labels = [_row_name(name) for name in names]
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -206,18 +243,30 @@ def name_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def _name_columns(axes: Axes, values: Iterable[Any]) -> None:
-    """One column per value; words for which it has no room are tilted."""
-    labels = [value if isinstance(value, str) else f"{value:,g}" for value in values]
-    axes.set_xticks(range(len(labels)), [folded(label, 1.3, rcParams["xtick.labelsize"]) for label in labels])
+    """One column per value; words that have no room are tilted, and stand upright where columns are narrow."""
+    labels, size = [value if isinstance(value, str) else f"{value:,g}" for value in values], rcParams["xtick.labelsize"]
+    room = axes.bbox.width / axes.figure.dpi / len(labels)
+    names = [folded(label, 0.9 * room, size) for label in labels]
+    ticks = axes.set_xticks(range(len(labels)), names)
     axes.set_xlim(-0.5, len(labels) - 0.5)
-    for tick in axes.get_xticklabels():
-        if tick.get_window_extent().width > 0.9 * axes.bbox.width / len(labels):
-            tick.set(rotation=30, ha="right", rotation_mode="anchor")
+    widths = [tick.label1.get_window_extent().width / axes.figure.dpi for tick in ticks]
+    fits = [width < 0.9 * room and name.count("\n") < 3 for width, name in zip(widths, names, strict=True)]
+    pairs = zip(labels, names, fits, strict=True)
+    names = [name if fit else folded(label, NAMES, size) for label, name, fit in pairs]
+    lines = 1 + max((name.count("\n") for name, fit in zip(names, fits, strict=True) if not fit), default=0)
+    is_narrow = 1.25 * size / 72 * lines + 0.1 > 0.5 * room
+    turned = {"rotation": 90, "va": "center"} if is_narrow else {"rotation": 30, "va": "top"}
+    for tick, fit in zip(axes.set_xticks(range(len(labels)), names), fits, strict=True):
+        if not fit:
+            tick.label1.set(ha="right", rotation_mode="anchor", **turned)
     axes.grid(False, axis="x")
 
 
 def _number_columns(axes: Axes, values: np.ndarray, *, may_be_log: bool) -> None:
-    """An axis of numbers along which points stand: logarithmic where they span, ticks at them where few and apart."""
+    """An axis of numbers along which points stand: logarithmic where they span, ticks at them where few and apart.
+
+    Whole numbers, such as of ranks, have no ticks between them.
+    """
     values = np.unique(values)
     is_log = may_be_log and values[0] > 0 and values[-1] >= 4 * values[0]
     if is_log:
@@ -228,20 +277,39 @@ def _number_columns(axes: Axes, values: np.ndarray, *, may_be_log: bool) -> None
         axes.set_xticks(values, [f"{value:,g}" for value in values])
     elif is_log:
         axes.xaxis.set_major_formatter("{x:,g}")
+    else:
+        _whole_ticks(axes.xaxis, values)
     axes.set_xticks([], minor=True)
 
 
+def _whole_ticks(axis: Axis, values: np.ndarray) -> None:
+    """No ticks between whole numbers."""
+    if np.array_equal(values, values.round()):
+        axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+
+
 def _limit_values(axes: Axes, column: Column, values: np.ndarray, *, upright: bool) -> None:
-    """Limits of an axis of values: at least the column's least range; of times from zero, or as the other axis log."""
+    """Limits of an axis of values: at least the column's least range, and nothing below a share of nothing.
+
+    Times begin where points do, unless zero is near, and span at least a tenth of the largest; over a logarithmic axis
+    they are logarithmic too.
+    """
     axis, limit = (axes.xaxis, axes.set_xlim) if upright else (axes.yaxis, axes.set_ylim)
-    is_time = column.unit in ("ms", "us")
-    if is_time and axes.get_xscale() == "log" and np.nanmin(values) > 0:
+    is_time, known = column.unit in ("ms", "us"), values[~np.isnan(values)]
+    if is_time and axes.get_xscale() == "log" and known.min() > 0:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:,g}")
         return
     low, high = axis.get_view_interval()
-    pad = max(0.0, column.scale * column.least - (high - low)) / 2
-    limit(0.0 if is_time else low - pad, high + pad)
+    least = 0.1 * known.max(initial=0) if is_time else column.scale * column.least
+    pad = max(0.0, least - (high - low)) / 2
+    if is_time and known.min(initial=np.inf) < 0.25 * known.max(initial=0):
+        limit(0.0, high + pad)
+    elif column.native == 0:
+        limit(low - 0.2 * pad, high + 1.8 * pad)
+    else:
+        limit(low - pad, high + pad)
+    _whole_ticks(axis, known)
 
 
 # ---- series ----------------------------------------------------------------------------------------------------------
@@ -262,7 +330,7 @@ class Series:
         joined: a condition: points that are joined; empty = all, None = none.
         hollow: a condition for points that are drawn hollow, and what that means, for the legend.
         xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
-        reverse: more of ``x`` stands to the left.
+        reverse: more of ``x`` stands to the left, which the axis says.
         more: what else is drawn.
     """
 
@@ -276,13 +344,13 @@ class Series:
     reverse: bool = False
     more: Callable[[Axes, pd.DataFrame], None] | None = None
 
-    def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        """Draw rows into a panel, those whose line has a look as points."""
+    def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], facet: pd.DataFrame) -> None:
+        """Draw rows into a panel, those whose line has a look as points, at the places of their facet."""
         across, up = column_of(self.x), column_of(self.y)
         shown = rows[rows[self.x].notna() & rows[self.y].notna() & rows["line"].isin(list(looks))]
         by_name = self.names or not pd.api.types.is_numeric_dtype(shown[self.x].infer_objects())
-        upright = by_name and are_names(rows[self.x])
-        places = places_of(rows[self.x].dropna()) if by_name else None
+        upright = by_name and are_names(facet[self.x])
+        places = places_of(facet[self.x].dropna()) if by_name else None
         points = self._points(shown, places, upright=upright)
         native = None
         if not (by_name or across.native is None or up.native is None):
@@ -290,7 +358,8 @@ class Series:
         if not by_name and len(points):
             along = np.array([*points["place"], *(native or ())[:1]])
             _number_columns(axes, along, may_be_log=self.joined == "")
-        aside = _aside(points, list(looks)) if by_name else {}
+        room = _ROW if upright else axes.bbox.width / axes.figure.dpi / len(places or "1")
+        aside = _aside(points, list(looks), room) if by_name else {}
         for line, look in looks.items():
             if len(part := points[points["line"] == line]):
                 _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
@@ -339,6 +408,7 @@ class Series:
             (rows[label].iloc[0] if label in rows else label) or column_of(name).axis
             for label, name in ((self.xlabel, self.x), (self.ylabel, self.y))
         )
+        across += ", axis reversed" if self.reverse else ""
         axes.set(**({"xlabel": up} if upright else {"xlabel": across, "ylabel": up}))
 
 
@@ -356,12 +426,22 @@ def _make_room(axes: Axes, points: pd.DataFrame, *, upright: bool) -> None:
     axes.margins(0.08)
 
 
-def _aside(points: pd.DataFrame, lines: Sequence[str]) -> dict[str, float]:
-    """Inches by which each line stands beside its places, so that none hides another that has a place in common."""
-    shared = set(points.loc[points.duplicated("place", keep=False), "line"])
-    order = [line for line in lines if line in shared]
-    step = min(5.0, 26 / max(1, len(order))) * rcParams["font.size"] / 10 / 72
-    return {line: (number - (len(order) - 1) / 2) * step for number, line in enumerate(order)}
+def _aside(points: pd.DataFrame, lines: Sequence[str], room: float) -> dict[str, float]:
+    """Inches by which each line stands beside its places, so that none hides another that has a place in common.
+
+    Args:
+        room: inches between two places.
+    """
+    groups: list[set[str]] = []  # of lines that meet, or meet the same others
+    for _, of_place in points.groupby("place")["line"]:
+        met = [group for group in groups if not group.isdisjoint(of_place)]
+        groups = [group for group in groups if group not in met] + [set(of_place).union(*met)]
+    aside = {}
+    for group in groups:
+        step = min(_MARKER, 0.8 * room / len(group))
+        order = [line for line in lines if line in group]
+        aside |= {line: (number - (len(order) - 1) / 2) * step for number, line in enumerate(order)}
+    return aside
 
 
 def _draw_line(axes: Axes, points: pd.DataFrame, look: Look, aside: float, *, upright: bool) -> None:
@@ -371,6 +451,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, look: Look, aside: float, *, up
     dots = {**look, "linestyle": "none", "markevery": max(1, len(points) // (2 * _MANY))}
     across, up = ("value", "place") if upright else ("place", "value")
     path, spread = points[points["is_joined"]], points.dropna(subset=["low", "high"])
+    path = path[: len(path) * (len(path) > 1)]  # a single point is no line
     axes.plot(path[across], path[up], **{**look, "marker": "None"}, **where)
     middle = spread.assign(value=(spread["high"] + spread["low"]) / 2)  # the median need not be
     error = {"xerr" if upright else "yerr": (spread["high"] - spread["low"]) / 2, "fmt": "none"}
@@ -380,7 +461,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, look: Look, aside: float, *, up
     axes.plot(sure[across], sure[up], **dots, **where)
     axes.plot(unsure[across], unsure[up], **{**dots, **_HOLLOW, "markeredgecolor": look["color"]}, **where)
     if not points["is_named"].all():
-        axes.plot([], [], label=points["legend"].iloc[0], **(look if points["is_joined"].any() else dots))
+        axes.plot([], [], label=points["legend"].iloc[0], **(look if len(path) else dots))
 
 
 def _draw_references(
@@ -423,7 +504,7 @@ def bars(**size: Any) -> Panel:
         size: attributes of ``Panel``.
     """
 
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], _: pd.DataFrame) -> None:
         places, shown = places_of(rows["bar"]), rows[rows["time_ms"] > 0]
         for (group, how), pieces in shown.groupby(["phases", "part_origin"], sort=False):
             words = group if how == "measured" else f"{group} ({how})"
@@ -434,6 +515,7 @@ def bars(**size: Any) -> Panel:
         for bar, end in ends.items():
             axes.annotate(milliseconds(end), (end, places[bar]), (4, 0), **beside)
         axes.set_xlim(0, 1.17 * ends.max())
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel(rows["axis_words"].iloc[0])
         name_rows(axes, places)
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import RootModel
 
@@ -32,7 +33,8 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     Args:
         options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory);
-            x, y, by and facet, of a figure of any columns; where, which rows are drawn.
+            x, y, by and facet, of a figure of any columns; where, which rows are drawn; all, without a limit; bare,
+            with the words round the picture in a file of their own.
     """
     formats = _names("--format", options.format, FORMATS)
     columns = _columns_asked_for(options)
@@ -51,11 +53,12 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     table = columns or figures_of(store, passed_over)
     asked = None if options.figures is None else _names("--figures", options.figures, {**FIGURES, **table})
     chosen = {name: table[name] for name in asked or table if name in table}
+    how = {"where": None if columns else options.where, "limited": not options.all, "bare": options.bare}
     with house_style():
-        drawn = _drawn(store, chosen, None if columns else options.where, None if asked else passed_over)
+        drawn = _drawn(store, chosen, None if asked else passed_over, **how)
     for line in passed_over:
         say(line)
-    written = write(drawn, out, formats)
+    written = write(drawn, out, formats, with_words=options.bare)
     # Figures that nobody named are missed only where there is no other.
     for name in asked or (drawn if columns or not written else ()):
         if drawn.get(name) is None:
@@ -96,26 +99,39 @@ def _passing_over(lines: list[str] | None, kind: type[UserError] = UserError) ->
 
 
 def _drawn(
-    store: Store, table: Mapping[str, Figure], where: str | None, passed_over: list[str] | None
+    store: Store, table: Mapping[str, Figure], passed_over: list[str] | None, **how: Any
 ) -> dict[str, Drawing | None]:
-    """The figures of a table; those of a config or of damaged claims are named in ``passed_over``."""
+    """The figures of a table; those of a config or of damaged claims are named in ``passed_over``.
+
+    Args:
+        how: parameters of ``draw``.
+    """
     drawn = {}
     for name, figure in table.items():
         with _passing_over(passed_over, ResultsError if name in FIGURES else UserError):
-            drawn[name] = draw(figure, store, where)
+            drawn[name] = draw(figure, store, **how)
     return drawn
 
 
 def drawings(store: Store, passed_over: list[str] | None = None) -> dict[str, Drawing]:
     """All figures for which a store has rows; ``passed_over`` as in ``figures_of``. In ``house_style``."""
-    drawn = _drawn(store, figures_of(store, passed_over), None, passed_over)
+    drawn = _drawn(store, figures_of(store, passed_over), passed_over)
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
 
-def write(drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[Path]:
+def write(
+    drawn: Mapping[str, Drawing | None],
+    folder: Path,
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    *,
+    with_words: bool = False,
+) -> list[Path]:
     """Write what was drawn, a file per format and the numbers in ``<name>.csv``; the files.
 
     Numbers have nine digits: more than any of them has, fewer than those in which two machines' sums differ.
+
+    Args:
+        with_words: all words round a picture are written to ``<name>.txt``, for a caption.
     """
     written = []
     with house_style():
@@ -124,9 +140,13 @@ def write(drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[s
                 paths = [folder / f"{name}.{file_format}" for file_format in formats]
                 for path, file_format in zip(paths, formats, strict=True):
                     save(drawing.figure, path, file_format)
-                written += [*paths, folder / f"{name}.csv"]
                 rows = drawing.rows.infer_objects()
-                write_text(written[-1], rows.to_csv(index=False, float_format="%.9g", lineterminator="\n"))
+                texts = {"csv": rows.to_csv(index=False, float_format="%.9g", lineterminator="\n")}
+                if with_words:
+                    texts["txt"] = "".join(f"{line}\n" for line in drawing.words)
+                written += [*paths, *(folder / f"{name}.{kind}" for kind in texts)]
+                for kind, content in texts.items():
+                    write_text(folder / f"{name}.{kind}", content)
     return written
 
 
@@ -142,7 +162,7 @@ def draw_all(directory: Path) -> str:
 def draw_claims(store: Store) -> list[Path]:
     """Draw ``figures/claims`` of a directory that ``papers`` left; the files, none where nothing was measured."""
     with house_style():
-        drawn = _drawn(store, {"claims": FIGURES["claims"]}, None, None)
+        drawn = _drawn(store, {"claims": FIGURES["claims"]}, None)
     return write(drawn, store.directories[0].folder / "figures")
 
 

@@ -12,6 +12,7 @@ matplotlib measures what they take. Equal input gives equal bytes: no dates, fix
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,11 +22,13 @@ from typing import Any
 import matplotlib.style
 import numpy as np
 from matplotlib import rcParams
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.facts import ORIGINS
@@ -237,14 +240,39 @@ def sheet(width: float) -> Figure:
     return Figure(figsize=(width, 5.0), layout="constrained")
 
 
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+# Blanks at which no line ends: of "\N{GREEK SMALL LETTER GAMMA} 1.5", "3.1 %" and before "|".
+_INSIDE = re.compile(rf"(?<={GAMMA}) (?=\d)|(?<=\d) (?=%)| (?=\|)")
+
+
 def folded(words: str, inches: float, points: float) -> str:
-    """Break a text between words into lines of about so many inches."""
+    """Break a text into lines of about so many inches: between words, and a longer word behind a sign of it.
+
+    So a name is cut between its parts (``my_long_/policy``, ``My/Policy``); within a part only where that alone has no
+    room.
+    """
     letters = max(8, int(72 * inches / (_LETTER * points)))
-    return "\n".join(textwrap.fill(line, letters, break_on_hyphens=False) for line in words.split("\n"))
+    lines = []
+    for line in _INSIDE.sub(_NO_BREAK, words).split("\n"):
+        pieces = (piece for word in line.split(" ") for piece in _pieces(word, letters))
+        lines.append(textwrap.fill(" ".join(pieces), letters, break_on_hyphens=False))
+    return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
+def _pieces(word: str, letters: int) -> list[str]:
+    """A word, or where it is longer than so many letters pieces of it, each of whole parts."""
+    pieces = [""]
+    for part in re.findall(r"[A-Z]*[^A-Z_=/,.-]*[_=/,.-]*", word) if len(word) > letters else [word]:
+        if pieces[-1] and len(pieces[-1] + part) > letters:
+            pieces.append("")
+        pieces[-1] += part
+    return pieces
 
 
 def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Sequence[str], *, body: float) -> None:
     """Put title, tags, subtitle, legend and footer round the panels, and give the sheet its height.
+
+    What is empty takes no room.
 
     Args:
         how: the subtitle: how to read the figure.
@@ -262,10 +290,11 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
         place = {"ha": "right", "va": "center", "transform": from_top, "in_layout": False, "fontsize": small}
         tag = figure.text(right, -above - 0.1, word.upper(), **place, **_tag_look(word))
         right = tag.get_window_extent().x0 / figure.dpi - 0.25
-    for text, look in (
+    texts = (
         (folded(title, (right - _MARGIN) / 1.15, large), {"fontsize": large, "weight": "bold", "color": INK}),
         (folded(how, room, points), {"fontsize": points}),
-    ):
+    )
+    for text, look in ((text, look) for text, look in texts if text):
         artist = figure.text(_MARGIN, -above, text, transform=from_top, **{**muted, **look})
         above += artist.get_window_extent().height / figure.dpi + gap
     if (legend := _legend(figure, room)) is not None:
@@ -273,7 +302,9 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
         above += legend.get_window_extent().height / figure.dpi + gap
     words = "\n".join(folded(paragraph, room, small) for paragraph in footer)
     look = {**muted, "va": "bottom", "fontsize": small, "transform": figure.dpi_scale_trans}
-    below = _MARGIN + figure.text(_MARGIN, _MARGIN, words, **look).get_window_extent().height / figure.dpi + gap
+    below = _MARGIN
+    if words:
+        below += figure.text(_MARGIN, _MARGIN, words, **look).get_window_extent().height / figure.dpi + gap
     height = above + body + below
     figure.set_size_inches(width, height)
     rect = (_MARGIN / width, below / height, room / width, 1 - (above + below) / height)
@@ -281,13 +312,18 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
 
 
 def _legend(figure: Figure, room: float) -> Legend | None:
-    """The labelled artists of all panels, each label once, bars first, in as many columns as ``room`` inches hold."""
+    """The labelled artists of all panels, each label once, bars first, in as many columns as ``room`` inches hold.
+
+    What is points in one panel and a line in another is shown as a line.
+    """
     points, labels = rcParams["legend.fontsize"], {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            labels.setdefault(folded(label, 0.8 * room, points), handle)
+            name = folded(label, 0.8 * room, points)
+            if name not in labels or (_is_points(labels[name]) and not _is_points(handle)):
+                labels[name] = handle
     labels = dict(sorted(labels.items(), key=lambda item: not isinstance(item[1], BarContainer)))
-    look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
+    look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6, "handlelength": 2.6}
     for columns in range(len(labels), 0, -1):
         legend = figure.legend(labels.values(), labels, ncols=columns, **look)
         legend.set_in_layout(False)
@@ -295,6 +331,10 @@ def _legend(figure: Figure, room: float) -> Legend | None:
             return legend
         legend.remove()
     return None
+
+
+def _is_points(artist: Artist | BarContainer) -> bool:
+    return isinstance(artist, Line2D) and artist.get_linestyle() == "None"
 
 
 def settle(figure: Figure) -> None:

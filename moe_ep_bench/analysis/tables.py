@@ -6,13 +6,16 @@ Every view is made of a store, whatever kinds of results it holds: where it has 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import pandas as pd
 
+from moe_ep_bench.analysis.advice import read_advice
 from moe_ep_bench.analysis.answer_costs import orderings_met, tasks, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, differs_from_topk, ranks
 from moe_ep_bench.analysis.columns import (
@@ -33,7 +36,7 @@ from moe_ep_bench.analysis.columns import (
 )
 from moe_ep_bench.analysis.notes import chance_words, leaves_idle, notes
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ResultsError, Store
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts.words import scale_words
 from moe_ep_bench.schema import REHEARSAL
@@ -97,14 +100,16 @@ class View:
 
 
 def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataFrame:
-    """A row per rank, of native and the policy that gains most of one comparison.
+    """A row per rank, of native and of ``advise``'s pick, or else the policy that gains most, of one comparison.
 
     Columns: of the case; ``rank``; ``hostname``; ``<group>_ms`` of its phases, median over breakdown iterations,
     waiting less what its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under
     native.
     """
     native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], _OF_LAYER
-    chosen, one = pd.concat([native, fastest(rows)]), store.by_id[tuple(rows[COMPARISON].iloc[0])]
+    one = store.by_id[tuple(rows[COMPARISON].iloc[0])]
+    picked = rows[rows["case_id"].isin([_picks(store).get((one.directory, one.comparison_id))])]
+    chosen = pd.concat([native, picked if len(picked) else fastest(rows)])
     shown = chosen.drop(columns=["rank", *names], errors="ignore").merge(ranks(store), on=CASE)
     if native.empty or shown.empty:
         return rows[:0]
@@ -119,6 +124,22 @@ def _with_total(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with ``phases_ms``, the sum of a layer's groups of phases, or of the parts of a pass."""
     layer_ms, pass_ms = (rows.reindex(columns=names).sum(axis=1, min_count=1) for names in (_OF_LAYER, _OF_PASS))
     return rows.assign(phases_ms=layer_ms.mask(rows["scope"] == "model", pass_ms))
+
+
+@lru_cache(maxsize=2)
+def _picks(store: Store) -> dict[tuple[str, str], str]:
+    """The case that ``advise`` picked, by directory and comparison; none of a damaged answer, which the page names."""
+    picks = {}
+    for directory in store.directories:
+        with contextlib.suppress(ResultsError):
+            advice = read_advice(directory.folder)
+            answers = {answer.comparison_id: answer.pick for answer in advice.answers} if advice else {}
+            picks |= {
+                (one.directory, one.comparison_id): pick.case_id
+                for one in directory.comparisons
+                if (pick := answers.get(one.comparison_id)) is not None
+            }
+    return picks
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
@@ -288,7 +309,7 @@ VIEWS = {
     "ranks": View(
         ("label", "rank", *_OF_LAYER, "hostname"),
         where=_TIMED,
-        title="ranks under native and the fastest policy",
+        title="ranks under native and the pick, or the fastest policy",
         rows=by_rank,
         notes=(
             f"a rank's own time by phase, median over iterations with probes; of more than {MAX_RANKS} ranks those "

@@ -139,8 +139,10 @@ show  print the tables of results directories, or write them in another format
   --columns NAMES  columns by their names in --format csv, comma-separated, instead of the tables' own
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
-  --format FORMATS = png,svg  comma-separated; a CSV is written beside each
+  --format FORMATS = png,svg  of png, svg and pdf, comma-separated; a CSV is written beside each
   --figures FIGURES  comma-separated (default: all for which there are rows)
+  --bare  for a paper: no title, tags or footer, whose words are written to NAME.txt
+  --all  draw every line and panel, however many
   --out DIR  default: DIR/figures of one directory, else figures
   [any column against any other, instead of the figures]
   --x COLUMN  column of the x axis

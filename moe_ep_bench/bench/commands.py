@@ -306,7 +306,8 @@ def _measured(job: Job, point: Point, case_ids: Sequence[str]) -> Result:
             result = Result({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
         else:
             with contextlib.closing(runner):
-                result = measure_point(runner, job.begin)
+                begin = job.begin if point.device is None else job.guard.at
+                result = measure_point(runner, begin)
     del runner
     if point.device is None:  # What is modelled holds nothing of layers.
         free_memory(job.ranks.device)

@@ -36,7 +36,9 @@ from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment, label_of
+from moe_ep_bench.cost_model.expert_rows import load_device
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
+from moe_ep_bench.cost_model.tables import load_links
 from moe_ep_bench.errors import OK, USER_ERROR, UserError
 from moe_ep_bench.facts import Assumption
 from moe_ep_bench.facts.words import assumption_words, rest_words
@@ -741,7 +743,11 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
     assert (peak["least"], peak["most"], peak["unsolved"]) == (1, 6, None)
     assert 1 <= side["far"] < side["near"] <= 3
     assert side["near"] - side["far"] <= 0.26, "an eighth of the way from balanced loads"
-    line = next(line for line in answer["lines"] if line.startswith("Where it turns, by one draw or layer: "))
+    line = next(
+        line
+        for line in answer["lines"]
+        if line.startswith("Where it turns, by one draw or layer and its closest rivals: ")
+    )
     assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
 
 
@@ -792,6 +798,68 @@ def test_ranks_of_unequal_tokens_are_said_to_decide(most: int, is_said: bool, tm
     text = advice_text(load_timed(write_run(tmp_path, [comparison_of(eplb(1.2), facts=facts)], "emulated")), BOUNDS)
     said = f"\nRanks hold {4096 - most:,} to {most:,} tokens by whole sequences, up to {most / 2048:.2f} times the mean"
     assert (said in text) == is_said
+
+
+# ---- what is assumed, and what is said -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "moe_ep_bench/data/devices").glob("*.yaml"))])
+def test_every_device_has_links_up_to_256_ranks(name: str) -> None:
+    question = asked("--model", "deepseek-v3", "--ep", 256, "--tokens", 65_536, "--peak-load", 4, "--device", name)
+    (links,) = {one.links.name for one in question.comparisons}
+    beside = asked(*QWEN, "--device", name).comparisons[0].links
+    assert links == load_device(name).links[1]
+    assert beside.name == load_device(name).links[0]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "is_said"), [(1, True), (8, False)])
+def test_the_answer_says_which_links_are_assumed(ranks_per_node: int, is_said: bool, tmp_path: Path) -> None:
+    """Of two ranks, on a node of their own each or on one: what lies between nodes was not measured."""
+    links = load_links("b200-nvlink5-ndr").facts().model_dump(mode="json") | {"ranks_per_node": ranks_per_node}
+    made = comparison_of(eplb(1.2), facts={**MODELLED, "links": links})
+    text = advice_text(load_timed(write_run(tmp_path, [made], "emulated")), BOUNDS)
+    said = "links/b200-nvlink5-ndr (assumed between nodes: latency, share of the bandwidth reached)"
+    assert (said in text) == is_said
+    assert is_said or "b200-nvlink5-ndr; " in text
+
+
+@pytest.mark.parametrize(
+    ("skew", "said"),
+    [
+        ({"of": "OLMoE-1B-7B", "basis": "recorded"}, " (assumed, OLMoE-1B-7B's);"),
+        ({"basis": "assumed"}, " (assumed);"),
+        ({"basis": "recorded"}, ""),
+    ],
+)
+def test_a_skew_that_is_another_models_is_called_assumed(skew: dict[str, str], said: str, tmp_path: Path) -> None:
+    workload = {"kind": "synthetic", "tail_model": None, "skew": {"name": "mixed", "source": "somewhere", **skew}}
+    made = comparison_of(eplb(1.2), facts={"workload": workload, "title": None, **MODELLED})
+    text = advice_text(load_timed(write_run(tmp_path, [made], "emulated")), BOUNDS)
+    line = next(line for line in text.splitlines() if line.startswith("For Tiny"))
+    assert (" (assumed" in line) == bool(said)
+    assert said in line
+
+
+def test_factors_that_come_to_the_same_rows_say_so(tmp_path: Path) -> None:
+    same = [drop(factor, 1.2, 0.125, 0.875) for factor in (1.0, 1.5)]
+    rows = candidates(load(write_run(tmp_path, [comparison_of(*same, drop(2.0, 1.2, 0.0625, 0.875))])), BOUNDS)
+    assert rows["same_as"].fillna("").tolist() == ["", "token_drop capacity_factor=1.0", ""]
+    table = rows_of(advice_text(load_timed(tmp_path), BOUNDS))
+    assert [row[-1] for row in table if row[0] == "token_drop 1.5"] == ["capacity as of token_drop capacity_factor=1.0"]
+
+
+def test_batches_that_are_replaced_are_named() -> None:
+    said = "workload.num_batches: 2 of each draw or layer in place of 1, for fewer give no intervals"
+    assert said in said_of(asked(*QWEN, "--set", "workload.num_batches=1"))
+    for batches in ([], ["--set", "workload.num_batches=8"]):
+        assert not any("num_batches" in line for line in said_of(asked(*QWEN, *batches)))
+
+
+@pytest.mark.parametrize(("second", "is_said"), [(2.4, True), (1.21, False)])
+def test_few_draws_with_wide_intervals_ask_for_more(second: float, is_said: bool, tmp_path: Path) -> None:
+    made = [dataclasses.replace(one, num_batches=6) for one in of_draws(one=[eplb(1.2)], two=[eplb(second)])]
+    text = advice_text(load_timed(write_run(tmp_path, made)), BOUNDS)
+    assert ("2 draws of the traffic give wide intervals: more draws" in text) == is_said
 
 
 # ---- no traffic is given -------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Candidate(Case):
         standing: its verdict, or why it may not be picked; None in answers of earlier versions.
         low, high: of the speedup's interval, or of its samples where there are too few batches.
         growth: why it is hardly faster than native, or slower; None of one that is faster.
+        same_as: the label of one with another capacity factor that comes to as many rows.
     """
 
     median_ms: PositiveFloat
@@ -96,6 +97,7 @@ class Candidate(Case):
     low: float | None = None
     high: float | None = None
     growth: Growth | None = None
+    same_as: str | None = None
     over_topk: float | None = None
     versus: Versus | None = None
     spread: Spread | None = None
@@ -325,7 +327,8 @@ def _answer_lines(answer: Answer, versus: str | None) -> Iterator[str]:
     if pick is not None and (other := answer.next_best) is not None:
         yield f"Next best: {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     if answer.turns:
-        yield f"Where it turns, by one draw or layer: {'; '.join(map(_turn_words, answer.turns))}."
+        turns = "; ".join(map(_turn_words, answer.turns))
+        yield f"Where it turns, by one draw or layer and its closest rivals: {turns}."
     if (chosen := answer.held_out) is not None:
         first = f"{chosen.label}, {chosen.earlier:.3f} times as fast as native there"
         yield f"The first half of the batches would choose {first}; on the second half it is {chosen.later:.3f} times."

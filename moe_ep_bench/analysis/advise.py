@@ -84,6 +84,12 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
             answers.append(answer)
     swept = set().union(*map(json.loads, about["point"]))
     titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
+    titles = titles + about["facts"].map(_assumed_skew)
+    links = [
+        f"{words}{_assumed_links(facts)}"
+        for words, facts in zip(about["links_short"], about["facts"], strict=True)
+        if words
+    ]
     return Advice(
         max_dropped=bounds.max_dropped,
         min_retained=bounds.min_retained,
@@ -91,11 +97,32 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
         answers=answers,
         titles=list(titles.unique()),
         ran_on=list(about["ran_on_short"].dropna().unique()),
-        links=list(about["links_short"].dropna().unique()),
+        links=list(dict.fromkeys(links)),
         modelled=modelled_line(one.facts for one in store.comparisons),
         assumptions=list(question.assumptions) if question else [],
         notes=list(_notes(store, rows, about, natives)),
     )
+
+
+def _assumed_skew(facts: Row) -> str:
+    """Whose skew is assumed to be this model's, to stand behind the traffic; empty where it is known."""
+    skew = facts["workload"].get("skew")
+    if skew is None or (skew.get("of") is None and skew["basis"] != "assumed"):
+        return ""
+    return f" (assumed, {skew['of']}'s)" if skew.get("of") else " (assumed)"
+
+
+def _assumed_links(facts: Row) -> str:
+    """What of the links between these ranks is assumed, to stand behind their name; empty where nothing is."""
+    links = facts.get("links")
+    if links is None or facts.get("exchange") is not None or links.get("measured_by") is not None:
+        return ""
+    is_crossing = facts["num_ranks"] > links["ranks_per_node"]
+    link = links["inter" if is_crossing else "intra"] or {}
+    named = {"latency": "latency", "efficiency": "share of the bandwidth reached"}
+    assumed = [words for name, words in named.items() if link.get(f"{name}_basis") == "assumed"]
+    where = "between nodes" if is_crossing else "inside a node"
+    return f" (assumed {where}: {', '.join(assumed)})" if assumed else ""
 
 
 def _rows(store: Store, bounds: Bounds, versus: str | None) -> pd.DataFrame:
@@ -278,9 +305,15 @@ def _growth(row: Row) -> Growth | None:
     return None if missing(row["growth_us"]) else Growth(**_values(row, Growth, "growth_"))
 
 
+def _why(row: Row) -> str:
+    """What a row has to say for itself: why it loses, and whether it is the same as another."""
+    same = "" if missing(row["same_as"]) else f"capacity as of {row['same_as']}"
+    return "; ".join(filter(None, (growth_words(_growth(row)), same)))
+
+
 def _table(store: Store, rows: pd.DataFrame, title: str, versus: str | None) -> Table:
     """A row per candidate, the pick first and those last that may not be."""
-    why = [growth_words(growth) or None for growth in map(_growth, rows.to_dict("records"))]
+    why = [_why(row) or None for row in rows.to_dict("records")]
     rows = _in_order(rows).assign(why=pd.Series(why, rows.index, dtype=object))
     rows = rows.assign(standing=rows["standing"].replace(BELOW_MODEL, "below model"))
     over_topk = ["over_topk_median"] if rows["differs_from_topk"].any() else []
@@ -308,6 +341,16 @@ def _is_assumed(workload: Row) -> bool:
 # ---- notes -----------------------------------------------------------------------------------------------------------
 
 
+# Draws that are few, and from which ratio of its ends on an interval is wide.
+_FEW_DRAWS, _WIDE = 4, 1.25
+
+
+def _wide(rows: pd.DataFrame) -> set[str]:
+    """Comparisons of which a candidate's interval is wide."""
+    is_wide = rows["speedup_is_interval"].eq(True) & (rows["speedup_high"] > _WIDE * rows["speedup_low"])
+    return set(rows.loc[is_wide, "comparison_id"])
+
+
 def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
     yield from dict.fromkeys(how_words(one.run, one.facts) for one in store.comparisons if one.facts.mixes_machines)
@@ -321,6 +364,10 @@ def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.Da
     picks = rows[rows["is_pick"]]
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:
         yield "the pick was chosen and scored on the same traffic, so its speedup is slightly optimistic"
+    few = about["num_draws"].between(2, _FEW_DRAWS) & about["comparison_id"].isin(_wide(rows))
+    if few.any():
+        draws = f"{about.loc[few, 'num_draws'].min():.0f} draws of the traffic give wide intervals"
+        yield f"{draws}: more draws tell more (sweep.workload.seed)"
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"

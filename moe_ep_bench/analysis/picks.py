@@ -42,7 +42,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         least and the greatest speedup of draws or layers (``least``, ``most``), where a comparison has several; in how
         many of them the median speedup is above 1 (``num_gaining``); the median over the first half of the batches and
         over the others (``earlier``, ``later``); ``differs_from_topk``; ``costs``: it loses pairs or score mass;
-        ``growth_phase``, ``growth_us`` and ``growth_is_summed`` of what is hardly faster (``advice.Growth``).
+        ``growth_phase``, ``growth_us`` and ``growth_is_summed`` of what is hardly faster (``advice.Growth``);
+        ``same_as``, the label of an earlier one of the same policy whose capacity comes to as many rows.
     """
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -71,6 +72,9 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     )
     rows = rows.assign(costs=costs_answers(rows["missing_share"], rows["retained_mass"]))
     rows = rows.join(_growths(store).where(rows["speedup_median"] < 1 + _TIE))
+    alike = ["comparison_id", "family", "median_ms", "dropped_share", "retained_mass"]
+    first = rows[rows["dropped_share"] > 0].groupby(alike)["label"].transform("first").reindex(rows.index)
+    rows = rows.assign(same_as=first.where(first.ne(rows["label"]), None))
     faster = rows[rows["standing"] == "faster"]
     picks = [_best(own).name for _, own in faster.groupby("comparison_id")]
     return rows.assign(is_pick=rows.index.isin(picks))

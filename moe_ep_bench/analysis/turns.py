@@ -21,7 +21,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import Advice, Answer, Side, Turn
 from moe_ep_bench.analysis.cases import load_timed, timings
-from moe_ep_bench.analysis.picks import candidates, choice
+from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, candidates, choice
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question
 from moe_ep_bench.bench.point import Point
@@ -36,6 +36,8 @@ _MOST_OF_BATCH, _MOST_OF_POINT = 2**21, 2**20
 _PARTS = 8
 # Multiples of the question's EP size and tokens.
 _EP_SIZES, _TOKENS = (1 / 4, 1 / 2, 1, 2, 4), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+# Candidates within the bounds that are asked about, and the fastest beyond them.
+_NUM_RIVALS = 3
 # Every so many values, from the question's own on, are asked first.
 _STRIDE = 4
 
@@ -66,10 +68,10 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
         store: what was modelled of the question.
     """
     pick = answer.pick and answer.pick.label
-    near = [one.label for one in (answer.pick, answer.beside, answer.next_best, answer.fastest) if one is not None]
+    near = _contenders(answer)
     rows = candidates(store, bounds)
     rows = rows[(rows["comparison_id"] == answer.comparison_id) & rows["label"].isin(near)]
-    if rows.empty:
+    if rows.empty or not near:
         return ()
     rows, launch = _in_typical_draw(store, rows, near[0])
     point = _points_of(question, store, answer)[launch]
@@ -82,6 +84,14 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
     if why is not None:
         return tuple(Turn(key=key, unsolved=why) for key in found)
     return tuple(_Solver(question, bounds, rows, pick, point).turns(found))
+
+
+def _contenders(answer: Answer) -> list[str]:
+    """Labels of those that may be picked elsewhere: the pick, the next, and the fastest beyond the bounds."""
+    within = [one.label for one in answer.candidates if one.standing not in BARRED]
+    beyond = [one.label for one in answer.candidates if one.standing == OUT_OF_BOUNDS]
+    beside = [answer.beside.label] if answer.beside else []
+    return list(dict.fromkeys([*within[:_NUM_RIVALS], *beside, *beyond[:1]]))
 
 
 def _in_typical_draw(store: Store, rows: pd.DataFrame, label: str) -> tuple[pd.DataFrame, int]:

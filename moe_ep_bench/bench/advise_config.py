@@ -24,7 +24,7 @@ from moe_ep_bench.bench.point import Point, is_drawn
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
-from moe_ep_bench.cost_model.tables import PREFIX, load_links_of_layer
+from moe_ep_bench.cost_model.tables import PREFIX, load_links, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import Assumption, Need, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, fit_words
@@ -48,7 +48,6 @@ OVERLAP = "emulate.overlap"
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, SYSTEM, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", "h100_sxm", 2048, 128
-_NODE = 8
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
 DRAWS, _FEW_DRAWS = 5, 2
 # With fewer batches in all there are no intervals (``timing.statistics.MIN_BATCHES``). Those of one draw or layer are
@@ -120,7 +119,7 @@ class Question:
         raw["policies"] = chosen.pop("policies") or _NATIVE
         links = load_device(emulate.get("device", DEVICE)).links
         if emulate["links"] in links:
-            emulate["links"] = links[raw["layer"]["ep_size"] > _NODE]
+            emulate["links"] = _links_for(links, raw["layer"]["ep_size"])
         raw["emulate"] = {**emulate, **chosen}
         experiments = experiments_of(where, raw, sweep)
         return plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)[0]
@@ -282,9 +281,9 @@ class _Draft:
     def _links_of_device(self) -> str:
         """The links that the device's file names, inside a node or beyond one."""
         sizes = [*self.sweep.get("layer.ep_size", []), (self.raw.get("layer") or {}).get("ep_size")]
-        beyond_node = max(size or _NODE for size in sizes) > _NODE
         with naming("emulate.device"):
-            return load_device(self.raw["emulate"].get("device", DEVICE)).links[beyond_node]
+            links = load_device(self.raw["emulate"].get("device", DEVICE)).links
+        return _links_for(links, max(size or 1 for size in sizes))
 
     def add_candidates(self, asked: Sequence[Experiment], bounds: Bounds) -> list[Assumption]:
         """Put in the candidates that can act here; return those that are left out."""
@@ -305,7 +304,10 @@ class _Draft:
             num_joined = len(self.sweep["workload.seed"])
         workload = self.raw["workload"]
         fewest = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / num_joined))
-        workload["num_batches"] = num_batches = max(workload.get("num_batches", 0), fewest)
+        given = workload.get("num_batches", fewest)
+        workload["num_batches"] = num_batches = max(given, fewest)
+        if given < fewest:
+            self.assumed.append(Assumption(kind="batches", num_batches=(given, fewest)))
         if isinstance(workloads[0], RecordedConfig) and not {"order", "history"} & workload.keys():
             self._add_windows(asked, num_batches)
         elif isinstance(workloads[0], SyntheticConfig) and self.raw["emulate"]["replication"]:
@@ -352,6 +354,12 @@ class _Draft:
         is_said |= has_assumed_traffic(self.assumed)  # whose answers are a line each
         if not is_said and any(map(_may_overlap, asked)):
             self.sweep = {**self.sweep, OVERLAP: [NO_OVERLAP, TWO_BATCH]}
+
+
+def _links_for(links: tuple[str, str], ep_size: int) -> str:
+    """Of a device's links, inside a node and beyond it, those that so many ranks need."""
+    inside, beyond = links
+    return inside if ep_size <= load_links(inside).ranks_per_node else beyond
 
 
 def _of_config(options: argparse.Namespace) -> _Draft:

@@ -483,7 +483,8 @@ class Assumption(JsonRecord):
             traffics stand in.
         peak_loads: of balanced, typical and hard traffic, where none was given.
         num_layers: that the file counts, and that it has.
-        num_batches: that plans and those whom they serve need, and that a recording has by arrival.
+        num_batches: that plans and those whom they serve need, and that a recording has by arrival; of a draw or layer
+            that were asked for, and that are taken in place of them.
         need: what the candidates lack here.
         reason: why no rows were found for what is modelled.
     """
@@ -498,6 +499,7 @@ class Assumption(JsonRecord):
         "modelled",
         "left_out",
         "shuffled",
+        "batches",
     ]
     names: list[str] = []
     peak_loads: tuple[float, ...] = ()

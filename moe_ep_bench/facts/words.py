@@ -438,6 +438,10 @@ def assumption_words(assumed: Assumption) -> str:
         needed, possible = assumed.num_batches
         plans = ", so that plans have seen tokens that they serve" if assumed.names else ""
         return f"assumed: requests repeat, as the recording has {possible} of the {needed} batches needed{plans}"
+    if assumed.kind == "batches":
+        assert assumed.num_batches is not None
+        asked, taken = assumed.num_batches
+        return f"workload.num_batches: {taken} of each draw or layer in place of {asked}, for fewer give no intervals"
     if assumed.kind == "modelled":
         return f"{' and '.join(assumed.names)} modelled, not measured elsewhere: {assumed.reason}"
     assert assumed.need is not None

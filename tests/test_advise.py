@@ -888,6 +888,8 @@ def test_without_a_traffic_three_are_asked_of(model: str, whose: str, peaks: Any
     assert assumed.names == [whose]
     assert peaks is None or assumed.peak_loads == peaks
     assert {one.experiment.workload.peak_load for one in question.comparisons} == {None, *assumed.peak_loads[1:]}
+    draws = {one.experiment.workload.seed for one in question.comparisons}
+    assert len(draws) == 5, "two draws give no verdict: their interval is three times as wide as their mean"
     assert "say which is yours (--counts" in assumption_words(assumed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +48,54 @@ def test_a_papers_rows_have_the_roofline_beside_a_measured_table(
     assert rows["device"].str.startswith("table:").all()
     assert rows["ours"].notna().any()
     assert (rows["ours"] != rows["ours_by_roofline"]).any()
+
+
+def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    atlas = program(monkeypatch, "atlas")
+    asked = atlas.questions()
+    assert len(asked) * len(atlas.TRAFFICS) == 360
+    assert {load_model(one.model).name for one in asked} >= {"DeepSeek-V3", "OLMoE-1B-7B"}
+    calls: list[list[str]] = []
+
+    def call(arguments: list[str]) -> tuple[int, str]:
+        """A table without rows, a size that is too small, and one that is answered."""
+        calls.append(arguments)
+        if "table:h100_sxm" in arguments:
+            return 2, "moe-ep-bench: --device: table:h100_sxm: has no rows"
+        if arguments[arguments.index("--ep") + 1] == "8":
+            return 2, "moe-ep-bench: --ep: layer.ep_size: does not fit: 103 GB"
+        folder = Path(arguments[-1])
+        folder.mkdir(parents=True)
+        times = {"median_ms": 2.0, "fullest_rank": 1.5, "whole": {"ms": 30.0}}
+        drops = {"case_id": "a", "label": "token_drop", "speedup": 1.25, "low": 1.2, "high": 1.3, "whole": {"ms": 25.0}}
+        drops |= {"dropped_share": 0.05, "extra_gib_per_rank": None}
+        answers = [
+            {"point": {"workload.peak_load": peak}, "comparison_id": "c", "native": times, "pick": pick}
+            for peak, pick in ((6.0, drops), (None, None), (2.5, {**drops, "case_id": "b", "whole": None}))
+        ]
+        (folder / "advice.json").write_text(json.dumps({"answers": answers}))
+        cases = {"a": {"policy": "token_drop"}, "b": {"policy": "eplb"}}
+        facts = {"c": {"expert_rows": None, "exchange": {"copies": "rank"}}}
+        (folder / "run.json").write_text(json.dumps({"comparisons": facts, "cases": cases}))
+        return 0, ""
+
+    question = atlas.Question("deepseek-v3", "H100", "decode")
+    answer = atlas.ask(question, tmp_path, call)
+    assert (answer.ep_size, len(calls)) == (16, 4)
+    assert atlas.ask(question, tmp_path, call) == answer
+    assert len(calls) == 4, "an answer that is there is not asked for again"
+    rows = pd.DataFrame(atlas.rows_of(question, answer, tmp_path))
+    assert rows["traffic"].tolist() == ["balanced", "typical", "hard"]
+    assert rows["kind"].tolist() == ["nothing", "replicate", "drop"]
+    assert rows["whole_speedup"].tolist()[2] == 1.2
+    assert rows["exchange"].eq("measured elsewhere").all()
+    refused = atlas.ask(atlas.Question("kimi-k2", "B200", "prefill"), tmp_path, lambda _: (2, "x: no such links"))
+    (row,) = atlas.rows_of(atlas.Question("kimi-k2", "B200", "prefill"), refused, tmp_path)
+    assert (row["kind"], row["why"]) == ("does not fit", "x: no such links")
+    texts = {text.get_text() for axes in atlas.draw(rows).axes for text in axes.texts}
+    assert texts == {"-\nEP 16", "1.25x\nEP 16"}
+    with pytest.raises(RuntimeError, match="traceback"):
+        atlas.ask(atlas.Question("glm-5", "H20", "decode"), tmp_path, lambda _: (1, "a traceback"))
 
 
 def test_the_traffics_of_what_loses_nothing_are_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

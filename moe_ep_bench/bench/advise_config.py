@@ -49,7 +49,7 @@ OVERLAP = "emulate.overlap"
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, SYSTEM, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", "h100_sxm", 2048, 128
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
-DRAWS, _FEW_DRAWS = 5, 2
+DRAWS = 5
 # With fewer batches in all there are no intervals (``timing.statistics.MIN_BATCHES``). Those of one draw or layer are
 # alike: two are served, and two that plans know beside the other come ahead of them, which only the model routes.
 _BATCHES, _BATCHES_OF_A_DRAW, _HISTORY = 10, 2, 2
@@ -297,7 +297,7 @@ class _Draft:
         workloads = [experiment.workload for experiment in asked]
         num_joined = len({workload.layer for workload in workloads})
         if "workload.seed" not in self.sweep and any(map(_is_drawn, asked)):
-            num_joined, seed = _FEW_DRAWS if has_assumed_traffic(self.assumed) else DRAWS, workloads[0].seed
+            num_joined, seed = DRAWS, workloads[0].seed
             # First, so that points of one draw, which share its random numbers, follow each other.
             self.sweep = {"workload.seed": [seed + number for number in range(num_joined)], **self.sweep}
         elif any(map(_is_drawn, asked)):

@@ -1,0 +1,264 @@
+"""The atlas: what wins where. Twelve models on five devices, prefill and decode, under three traffics each.
+
+    python benchmarks/atlas.py --out results/reference    # about an hour on two cores; goes on where it stopped
+    python benchmarks/atlas.py --list                     # the questions
+    python benchmarks/atlas.py --draw --out results/reference
+
+A question is a command, ``moe-ep-bench advise --model M --ep N --tokens T --device D`` without a traffic, whose answer
+has a line for balanced, typical and hard traffic. Its directory under ``--work`` holds the answer; those that are there
+are not asked again. ``atlas.csv`` has a row for each line, ``atlas.png`` the map.
+
+The EP size is the smallest from 8 on at which the model fits the device in the checkpoint's dtype. Experts and exchange
+are measured elsewhere where tables have the layer, else modelled; each row says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from moe_ep_bench.analysis.style import INK, MUTED
+from moe_ep_bench.models import load_model
+
+MODELS = (
+    *("olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b"),
+    *("minimax-m2.5", "qwen3-235b-a22b", "qwen3.5-397b-a17b", "deepseek-v3", "glm-5", "kimi-k2"),
+)
+# A table of other people's measurements, which is tried first, and a roofline.
+DEVICES = {
+    "H100": ("table:h100_sxm", "h100-sxm"),
+    "H200": ("table:h200_sxm", "h200-sxm"),
+    "B200": ("table:b200_sxm", "b200-sxm"),
+    "GB200": ("table:gb200", "gb200"),
+    "H20": ("h20",),
+}
+EP_SIZES = (8, 16, 32, 64)
+PHASES = {"prefill": ("--tokens", 2048), "decode": ("--decode-tokens", 64)}
+"""The flag, and tokens (or requests) of a rank."""
+TRAFFICS = ("balanced", "typical", "hard")
+
+KINDS = {
+    "nothing": "#E4E4E4",
+    "replicate": "#0072B2",
+    "move": "#009E73",
+    "reroute": "#CC79A7",
+    "drop": "#E69F00",
+    "does not fit": "#FFFFFF",
+}
+"""What the pick does, and its colour in the map."""
+_MOVES, _DROPS = ("llep", "ultra", "moonep", "epic", "waterfill"), ("token_drop", "expanded_drop", "budget_drop")
+
+
+class Question(NamedTuple):
+    model: str
+    device: str
+    phase: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(self)
+
+
+class Answer(NamedTuple):
+    """The exit status of a question that could be asked, its EP size, and why it could not."""
+
+    ep_size: int
+    problem: str
+
+
+def questions(models: Sequence[str] = MODELS, devices: Sequence[str] = tuple(DEVICES)) -> list[Question]:
+    """All of them, small models first."""
+    return [Question(model, device, phase) for model in models for device in devices for phase in PHASES]
+
+
+# ---- ask -------------------------------------------------------------------------------------------------------------
+
+
+def ask(question: Question, work: Path, call: Callable[[list[str]], tuple[int, str]]) -> Answer:
+    """Ask at the smallest EP size that holds the model; ``answer.json`` keeps that size, or why there is none.
+
+    Args:
+        call: a command's arguments -> its exit status and standard error.
+    """
+    folder = work / question.name
+    known = folder / "asked.json"
+    if known.exists():
+        return Answer(**json.loads(known.read_text()))
+    flag, tokens = PHASES[question.phase]
+    problem = ""
+    for ep_size in EP_SIZES:
+        size = ["--model", question.model, "--ep", str(ep_size), flag, str(tokens * ep_size)]
+        for device in DEVICES[question.device]:
+            status, said = call(["advise", *size, "--device", device, "--out", str(folder / f"ep{ep_size}")])
+            if status == 0:
+                return _keep(known, Answer(ep_size, ""))
+            problem = said.strip().splitlines()[-1] if said.strip() else f"exit status {status}"
+            if status != 2:
+                raise RuntimeError(f"{question.name}: {problem}")
+        if "does not fit" not in problem and "EP size" not in problem:
+            break
+    return _keep(known, Answer(0, problem))
+
+
+def _keep(path: Path, answer: Answer) -> Answer:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(answer._asdict()))
+    return answer
+
+
+def command(arguments: list[str]) -> tuple[int, str]:
+    """Run ``moe-ep-bench`` in a process of its own, on one core."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_ep_bench", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(question: Question, answer: Answer, work: Path) -> Iterator[dict[str, Any]]:
+    """A row for each traffic; one alone where the question could not be asked."""
+    _, tokens = PHASES[question.phase]
+    asked = {**question._asdict(), "ep_size": answer.ep_size or None, "tokens_per_rank": tokens}
+    if answer.problem:
+        yield {**asked, "kind": "does not fit", "why": answer.problem}
+        return
+    folder = work / question.name / f"ep{answer.ep_size}"
+    advice, run = (json.loads((folder / name).read_text()) for name in ("advice.json", "run.json"))
+    answers = sorted(advice["answers"], key=lambda one: one["point"]["workload.peak_load"] or 1)
+    for traffic, one in zip(TRAFFICS, answers, strict=True):
+        facts = run["comparisons"][one["comparison_id"]]
+        pick, native = one["pick"], one["native"]
+        yield {
+            **asked,
+            "traffic": traffic,
+            "peak_load": one["point"]["workload.peak_load"] or 1,
+            "native_ms": round(native["median_ms"], 4),
+            "fullest_rank": round(native["fullest_rank"], 3),
+            "kind": kind_of(run["cases"][pick["case_id"]]["policy"]) if pick else "nothing",
+            "pick": pick["label"] if pick else None,
+            **{key: round(pick[key], 3) if pick else None for key in ("speedup", "low", "high")},
+            "whole_speedup": _of_whole(pick, native),
+            "dropped_share": pick["dropped_share"] if pick else 0.0,
+            "extra_gib_per_rank": pick["extra_gib_per_rank"] if pick else None,
+            "experts": "measured elsewhere" if facts["expert_rows"] else "modelled",
+            "exchange": "measured elsewhere" if facts["exchange"] else "modelled",
+            "why": None,
+        }
+
+
+def kind_of(policy: str) -> str:
+    """What a policy or balancer does, by its name."""
+    if policy in _DROPS:
+        return "drop"
+    if policy in _MOVES:
+        return "move"
+    return "replicate" if policy in ("eplb", "variance") else "reroute"
+
+
+def _of_whole(pick: dict[str, Any] | None, native: dict[str, Any]) -> float | None:
+    """How much faster the whole model is under the pick; None where its rest is not stated."""
+    if pick is None or pick["whole"] is None or native["whole"] is None:
+        return None
+    return round(native["whole"]["ms"] / pick["whole"]["ms"], 3)
+
+
+# ---- map -------------------------------------------------------------------------------------------------------------
+
+
+def draw(rows: pd.DataFrame) -> Figure:
+    """The map: a panel for each phase and traffic, models over devices, what wins as colour and speedup as text."""
+    models = [model for model in MODELS if model in set(rows["model"])]
+    devices = [device for device in DEVICES if device in set(rows["device"])]
+    figure = Figure(figsize=(13.5, 1.9 + 0.62 * len(models)), layout="constrained")
+    panels = figure.subplots(len(PHASES), len(TRAFFICS), sharex=True, sharey=True, squeeze=False)
+    for axes_of_phase, phase in zip(panels, PHASES, strict=True):
+        for axes, traffic in zip(axes_of_phase, TRAFFICS, strict=True):
+            here = rows[(rows["phase"] == phase) & ((rows["traffic"] == traffic) | (rows["kind"] == "does not fit"))]
+            cells = {(row.model, row.device): row for row in here.itertuples()}
+            colours = np.ones((len(models), len(devices), 3))
+            for (model, device), row in cells.items():
+                at = models.index(model), devices.index(device)
+                colours[at] = to_rgb(KINDS[row.kind])
+                is_dark = row.kind in ("replicate", "move")
+                axes.text(
+                    at[1], at[0], _cell(row), ha="center", va="center", fontsize=7.5, color="w" if is_dark else INK
+                )
+            axes.imshow(colours, aspect="auto")
+            axes.set_title(f"{phase}, {traffic} traffic", fontsize=10, loc="left")
+            axes.set_xticks(range(len(devices)), devices, fontsize=8)
+            axes.set_yticks(range(len(models)), [load_model(model).name for model in models], fontsize=8)
+            axes.tick_params(length=0, colors=MUTED)
+            axes.set_xticks(np.arange(-0.5, len(devices)), minor=True)
+            axes.set_yticks(np.arange(-0.5, len(models)), minor=True)
+            axes.grid(which="minor", color="w", linewidth=1.5)
+            axes.tick_params(which="minor", length=0)
+            for side in axes.spines.values():
+                side.set_visible(False)
+    names = {"nothing": "keep native", "move": "move weights or shared tokens"}
+    met = [kind for kind in KINDS if kind in set(rows["kind"])]
+    handles = [Patch(facecolor=KINDS[kind], edgecolor=MUTED, label=names.get(kind, kind)) for kind in met]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.suptitle("What advise picks, and how much faster one MoE layer is (modelled)", fontsize=12)
+    return figure
+
+
+def _cell(row: Any) -> str:
+    """Text of a cell: the pick's speedup, and the EP size where it is not 8."""
+    size = "" if row.kind == "does not fit" or row.ep_size == 8 else f"\nEP {row.ep_size:.0f}"
+    return ("-" if row.kind in ("nothing", "does not fit") else f"{row.speedup:.2f}x") + size
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/reference"), help="folder of atlas.csv and atlas.png")
+    parser.add_argument("--work", type=Path, default=Path("results/atlas"), help="folder of the answers")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="questions at a time, a core each")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL", help="only these")
+    parser.add_argument("--devices", nargs="+", default=tuple(DEVICES), choices=tuple(DEVICES), help="only these")
+    parser.add_argument("--list", action="store_true", help="print the questions and ask none")
+    parser.add_argument("--draw", action="store_true", help="ask none: rows and map of the answers that are there")
+    options = parser.parse_args(arguments)
+    asked = questions(options.models, options.devices)
+    if options.list:
+        print("\n".join(question.name for question in asked))
+        return 0
+    if options.draw:
+        asked = [question for question in asked if (options.work / question.name / "asked.json").exists()]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        answers = list(pool.map(partial(ask, work=options.work, call=command), asked))
+    rows = [row for pair in zip(asked, answers, strict=True) for row in rows_of(*pair, options.work)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(rows)
+    table.to_csv(options.out / "atlas.csv", index=False, quoting=csv.QUOTE_MINIMAL)
+    draw(table).savefig(options.out / "atlas.png", dpi=160, metadata={"Software": None})
+    print(f"{len(table)} rows of {len(asked)} questions: {options.out / 'atlas.csv'}, {options.out / 'atlas.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -214,6 +214,9 @@ def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store) -> None:
     for name in FIGURES:
         if (drawing := drawn(name, long_names)) is not None:
             assert_nothing_is_clipped(drawing.figure)
+            beside = [(axes, text) for axes in drawing.figure.axes for text in axes.texts]
+            assert bool(beside) == (name in ("phases", "ranks"))
+            assert all(text.get_window_extent().x1 <= axes.bbox.x1 for axes, text in beside)
 
 
 def overlapping(axis) -> list[tuple[str, str]]:
@@ -485,14 +488,15 @@ def test_ranks_are_shown_under_what_advise_picked(tmp_path: Path, monkeypatch: p
     cases_ = [*native(), drop(1.0, 1.5), FakeCase("oea", params={"k0": 2}, speedup=1.1, dropped=0.0), eplb(1)]
     run = tmp_path / "run"
     write_run(run, [FakeComparison(cases=cases_, num_ranks=4, num_batches=2, num_iterations=1)])
-    for label in ("oea k0=2", "EPLB, 1 spare per rank"):
+    for label, of_variant in (("oea k0=2", False), ("EPLB, 1 spare per rank", True)):
         (case_id,) = cases(load(run)).query("label == @label")["case_id"]
-        answer = SimpleNamespace(comparison_id="c0", pick=SimpleNamespace(case_id=case_id))
+        pick = SimpleNamespace(pick=SimpleNamespace(case_id=case_id), variants=())
+        answer = SimpleNamespace(pick=None, variants=(pick,)) if of_variant else pick
         monkeypatch.setattr(tables_module, "read_advice", lambda _, answer=answer: SimpleNamespace(answers=[answer]))
         assert set(drawn("ranks", load(run)).rows["label"]) == {"native", label}
         (table,) = tables_module.tables(load(run), ["ranks"])
         assert {row["label"] for row in table.rows} == {"native", label}
-    answer.pick = None
+    answer.variants = ()
     assert set(drawn("ranks", load(run)).rows["label"]) == {"native", "token_drop capacity_factor=1.0"}
 
 

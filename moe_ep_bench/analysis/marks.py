@@ -514,7 +514,7 @@ def bars(**size: Any) -> Panel:
         beside = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
         for bar, end in ends.items():
             axes.annotate(milliseconds(end), (end, places[bar]), (4, 0), **beside)
-        axes.set_xlim(0, 1.17 * ends.max())
+        axes.set_xlim(0, 1.25 * ends.max())
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel(rows["axis_words"].iloc[0])
         name_rows(axes, places)

@@ -107,8 +107,7 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     native.
     """
     native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], _OF_LAYER
-    one = store.by_id[tuple(rows[COMPARISON].iloc[0])]
-    picked = rows[rows["case_id"].isin([_picks(store).get((one.directory, one.comparison_id))])]
+    picked, one = rows[rows["case_id"].isin(_picks(store))], store.by_id[tuple(rows[COMPARISON].iloc[0])]
     chosen = pd.concat([native, picked if len(picked) else fastest(rows)])
     shown = chosen.drop(columns=["rank", *names], errors="ignore").merge(ranks(store), on=CASE)
     if native.empty or shown.empty:
@@ -127,19 +126,15 @@ def _with_total(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=2)
-def _picks(store: Store) -> dict[tuple[str, str], str]:
-    """The case that ``advise`` picked, by directory and comparison; none of a damaged answer, which the page names."""
-    picks = {}
+def _picks(store: Store) -> list[str]:
+    """Ids of the cases that ``advise`` picked; none of a damaged answer, which the page names."""
+    answers = []
     for directory in store.directories:
         with contextlib.suppress(ResultsError):
             advice = read_advice(directory.folder)
-            answers = {answer.comparison_id: answer.pick for answer in advice.answers} if advice else {}
-            picks |= {
-                (one.directory, one.comparison_id): pick.case_id
-                for one in directory.comparisons
-                if (pick := answers.get(one.comparison_id)) is not None
-            }
-    return picks
+            answers += advice.answers if advice else []
+    picks = [one.pick for answer in answers for one in (answer, *answer.variants)]
+    return [pick.case_id for pick in picks if pick is not None]
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

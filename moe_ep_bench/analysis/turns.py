@@ -4,8 +4,9 @@ Few further points are modelled: of the pick, its closest rivals and native alon
 the pick's speedup is its median. Values of a key stand on a grid on both sides of the question's own. First every
 fourth is asked, and the ends, of all keys together; where another is picked, then the values between that one and the
 last that has the pick. The pick at a point is that of medians, without intervals (``picks.choice``), and stays while no
-other is clearly better. Two turns that lie close to each other may be missed. A batch of many scores is not asked about
-at all, so that work is bounded, and an answer is the same on any machine.
+other is clearly better. Two turns that lie close to each other may be missed. Of a batch a part of the tokens stands
+for all where it may; of one that has many scores all the same nothing is asked, so that work is bounded, and an answer
+is the same on any machine.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from moe_ep_bench.analysis.advice import Advice, Answer, Side, Turn
 from moe_ep_bench.analysis.cases import load_timed, timings
 from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, candidates, choice
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question
+from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question, routed_tokens
 from moe_ep_bench.bench.point import Point
-from moe_ep_bench.config import Experiment
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import ALL
 
 PEAK_LOADS, EP_SIZE, TOKENS = ("workload.peak_load", "workload.batch_peak_load"), "layer.ep_size", "workload.num_tokens"
-# Scores (tokens times experts) of a batch, and of all batches of a point, at most.
-_MOST_OF_BATCH, _MOST_OF_POINT = 2**21, 2**20
+# Scores (tokens times experts) of a batch that are routed where tokens stand for others, and at most.
+_SCORES, _MOST_SCORES = 2**20, 2**22
 # Parts of the way from balanced loads to the question's peak load, and as many beyond it.
 _PARTS = 8
 # Multiples of the question's EP size and tokens.
@@ -79,7 +79,7 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
     why = None
     if choice(rows, pick) != pick:
         why = "for in its typical draw or layer the pick is too close to call"
-    elif (num_scores := _num_scores(point.experiment)) > _MOST_OF_BATCH:
+    elif (num_scores := routed_tokens(point.experiment, _SCORES) * point.model.num_experts) > _MOST_SCORES:
         why = f"for a batch has {num_scores / 1e6:,.0f} million scores"
     if why is not None:
         return tuple(Turn(key=key, unsolved=why) for key in found)
@@ -126,11 +126,6 @@ def _grids(point: Point) -> Iterator[tuple[str, list[float]]]:
         yield EP_SIZE, [int(size) for size in sizes if size == int(size) > 1 and spec.num_experts % size == 0]
     if (tokens := _value(point, TOKENS)) is not None:
         yield TOKENS, sorted({int(tokens * share) for share in _TOKENS} - {0})
-
-
-def _num_scores(experiment: Experiment) -> int:
-    """Scores of a batch."""
-    return experiment.workload.total_tokens(experiment.virtual_ranks) * experiment.model.spec().num_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +193,11 @@ class _Solver:
     def _at(self, key: str, value: float) -> Point | None:
         """The question in its one draw or layer, of its candidates alone, with another value; None = it cannot be."""
         if (key, value) not in self.points:
-            asked = self.point.experiment
-            share = value / _value(self.point, key) if key == TOKENS else 1
-            num_batches = min(asked.workload.num_batches, max(1, int(_MOST_OF_POINT / (share * _num_scores(asked)))))
-            values = {**dict(asked.point), OVERLAP: self.point.overlap, "workload.num_batches": num_batches, key: value}
+            of_point = dict(self.point.experiment.point)
+            values = {**of_point, OVERLAP: self.point.overlap, "workload.num_batches": 1, key: value}
             rules = self.rows[["policy", "policy_params"]].itertuples(index=False)
             try:
-                self.points[key, value] = self.question.at(values, rules)
+                self.points[key, value] = self.question.at(values, rules, _SCORES)
             except UserError as problem:
                 self.points[key, value], self.problems[key] = None, str(problem).removeprefix(f"{CONFIG_NAME}: ")
         return self.points[key, value]

@@ -54,7 +54,7 @@ DRAWS = 5
 # alike: two are served, and two that plans know beside the other come ahead of them, which only the model routes.
 _BATCHES, _BATCHES_OF_A_DRAW, _HISTORY = 10, 2, 2
 # Of more scores than that tokens stand for others, though every rank draws some: all would take minutes.
-_SCORES, _TOKENS_OF_RANK = 2**22, 256
+SCORES, _TOKENS_OF_RANK = 2**22, 256
 # Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
 _STAND_IN, REACHED = "olmoe-1b-7b", 0.75
 _NATIVE = [{"name": "topk"}]
@@ -98,10 +98,11 @@ class Question:
         where = f"config: {self.config} (not written); about {modelling_s(self.comparisons):,.0f} CPU seconds"
         return "\n".join([*map(assumption_words, self.assumptions), where, "", self.text.rstrip()])
 
-    def at(self, values: Mapping[str, Any], rules: Iterable[tuple[str, str]]) -> Point:
+    def at(self, values: Mapping[str, Any], rules: Iterable[tuple[str, str]], most_scores: int) -> Point:
         """The question at one point, with other values of keys, of a few candidates; its config has been written.
 
         Args:
+            most_scores: of a batch, where some of its tokens may stand for others.
             rules: name and settings of each candidate, these as JSON (``CaseFacts.policy_params``).
 
         Raises:
@@ -121,6 +122,12 @@ class Question:
         if emulate["links"] in links:
             emulate["links"] = _links_for(links, raw["layer"]["ep_size"])
         raw["emulate"] = {**emulate, **chosen}
+        raw["emulate"].pop("sample_tokens", None)
+        (experiment,) = experiments_of(where, *copy.deepcopy((raw, sweep)))
+        if (sample := routed_tokens(experiment, most_scores)) < experiment.workload.total_tokens(
+            experiment.virtual_ranks
+        ):
+            raw["emulate"]["sample_tokens"] = sample
         experiments = experiments_of(where, raw, sweep)
         return plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)[0]
 
@@ -340,12 +347,8 @@ class _Draft:
         sizes = {one.workload.total_tokens(one.virtual_ranks) for one in asked}
         if len(sizes) > 1:
             return
-        (num_tokens,) = sizes
-        fewest = max(max(_SCORES // one.model.spec().num_experts, _TOKENS_OF_RANK * one.virtual_ranks) for one in asked)
-        sample = num_tokens
-        while sample % 2 == 0 and sample // 2 >= fewest:
-            sample //= 2
-        if sample < num_tokens:
+        sample = max(routed_tokens(one, SCORES) for one in asked)
+        if sample < sizes.pop():
             self.raw["emulate"]["sample_tokens"] = sample
 
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
@@ -467,6 +470,18 @@ def _may_overlap(experiment: Experiment) -> bool:
     halves = experiment.workload.total_tokens(experiment.virtual_ranks) >= 2 * experiment.virtual_ranks > 2
     with naming("emulate.device"):
         return halves and load_device(device).num_sms is not None
+
+
+def routed_tokens(experiment: Experiment, most_scores: int) -> int:
+    """Tokens of a batch that are routed, and stand for all where these have more scores; a divisor of them."""
+    num_tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
+    if not _is_exchangeable(experiment):
+        return num_tokens
+    num_ranks, num_experts = experiment.virtual_ranks, experiment.model.spec().num_experts
+    fewest = max(most_scores // num_experts, _TOKENS_OF_RANK * num_ranks)
+    while num_tokens % 2 == 0 and num_tokens // 2 >= fewest:
+        num_tokens //= 2
+    return num_tokens
 
 
 def _is_exchangeable(experiment: Experiment) -> bool:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from test_workload import digest_of, top_k_load
 
@@ -106,13 +107,18 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     assert named.comparison_id != comparison(tmp_path, workload={"skew": "mixed", "peak_load": 4.0}).comparison_id
 
 
-def test_balanced_is_a_peak_load_of_one(tmp_path: Path) -> None:
+def test_balanced_is_a_peak_load_of_one_in_every_batch(tmp_path: Path) -> None:
     model = {"preset": "deepseek-v3", "scale": 0.03125}
-    ways = [comparison(tmp_path, 8, model=model, workload=one) for one in ({"balanced": True}, {"peak_load": 1.0})]
+    named = {"balanced": True}, {"batch_peak_load": 1.0}
+    ways = [comparison(tmp_path, 8, model=model, workload=one) for one in named]
     assert ways[0].comparison_id == ways[1].comparison_id
     assert ways[0].title.endswith(", balanced loads")
     assert not is_drawn(ways[0].experiment, 8)
     assert ways[0].subject.workload.targets == {"peak_load": 1.0, "rank_load": {"8": 1.0}}
+    # In the long run it is equal popularity. Dealt loads come in few sets of experts, which replicas would join.
+    even, none = (comparison(tmp_path, 8, model=model, workload=one) for one in ({"peak_load": 1.0}, {}))
+    assert torch.equal(even.workload.batch(0).scores_TE, none.workload.batch(0).scores_TE)
+    assert is_drawn(even.experiment, 8)
 
 
 HF = {

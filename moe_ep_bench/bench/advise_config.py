@@ -232,18 +232,14 @@ class _Draft:
         return experiments_of(self.where, *copy.deepcopy(({**self.raw, **values}, self.sweep)))
 
     def sweep_traffic(self, asked: Experiment) -> None:
-        """Ask of balanced, typical and hard traffic, as recorded of the model or of one that stands in for it.
-
-        Balanced is what chance makes of equal popularity: loads that are dealt (``peak_load: 1``) come in few sets of
-        experts, which replicas would join.
-        """
+        """Ask of balanced, typical and hard traffic, as recorded of the model or of one that stands in for it."""
         preset = asked.model.preset
         skews = Skews.named(preset if preset in Skews.names() else _STAND_IN).by_name()
         of = skews["mixed"].of or (asked.model.spec().name if preset in Skews.names() else load_model(_STAND_IN).name)
         spec = asked.model.spec()
         most = REACHED * spec.num_experts / spec.top_k
         peaks = (1.0, *(round(min(skews[name].peak_load, most), 2) for name in ("mixed", "worst_layer")))
-        self.sweep = {**self.sweep, "workload.peak_load": [None, *dict.fromkeys(peaks[1:])]}
+        self.sweep = {**self.sweep, "workload.peak_load": list(dict.fromkeys(peaks))}
         self.assumed.append(Assumption(kind="traffics", names=[of], peak_loads=peaks))
 
     def note_traffic(self, asked: Sequence[Experiment]) -> None:

@@ -321,7 +321,8 @@ class Point:
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
             targets = config.targets(self.experiment.model.preset, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
-            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer", "balanced")}
+            unseen = {"skew_from", "layer", "balanced", *(["batch_peak_load"] if config.is_balanced else [])}
+            facts = {key: value for key, value in facts.items() if key not in unseen}
             if all(self.windows(one).window is not None for one in self.experiment.emulate.replication):
                 facts.pop("history", None)  # Served batches are the same, and plans know as many as they say.
         if isinstance(workload, RecordedWorkload):

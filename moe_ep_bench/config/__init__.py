@@ -167,7 +167,7 @@ class SyntheticConfig(_Workload):
     layer: int | None = Field(None, ge=0, le=MOST)
     """Layer of ``skew_from``, or ``all``: a comparison each."""
     balanced: bool = False
-    """Every expert gets as many pairs."""
+    """Every expert gets as many pairs of each batch, in few sets of experts."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean, in the long run."""
     batch_peak_load: float | None = Field(None, ge=1)
@@ -187,7 +187,8 @@ class SyntheticConfig(_Workload):
 
     @property
     def is_balanced(self) -> bool:
-        return self.balanced or 1 in (self.peak_load, self.batch_peak_load)
+        """Every expert gets as many pairs of each batch."""
+        return self.balanced or self.batch_peak_load == 1
 
     @property
     def is_step(self) -> bool:
@@ -245,6 +246,8 @@ class SyntheticConfig(_Workload):
             targets.pop("cuts", None)
         if targets["peak_load"] is None and targets["batch_peak_load"] is None and "rank_load" not in given:
             targets["rank_load"] = None  # No expert is busier than another.
+        if self.peak_load == 1:
+            targets |= {"peak_load": None, "rank_load": targets["rank_load"] if "rank_load" in given else None}
         if self.is_balanced:
             targets |= {"peak_load": 1.0, "batch_peak_load": None, "rank_load": None, "neighbour_overlap": None}
             if ep_size is not None and ep_size > 1:

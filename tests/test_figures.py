@@ -456,6 +456,15 @@ def test_no_policy_vanishes_while_another_has_two_lines(tmp_path: Path, name: st
     assert drawing.rows["label"].nunique() == 15 + (name != "dropped"), "native too, and the CSV has all"
 
 
+def test_what_gains_most_is_drawn_whatever_is_left_out(tmp_path: Path) -> None:
+    others = [FakeCase(f"mine{number}", params={"k": 2}, speedup=1.1) for number in range(10)]
+    slow, fast = (FakeCase("mine0", params={"k": k}, speedup=speedup) for k, speedup in ((3, 0.9), (4, 1.5)))
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), *others, slow, fast], num_iterations=1))
+    drawing = drawn("speedup", run)
+    assert "mine0 k=4" not in words(drawing.figure).partition("not drawn")[2], "the fastest"
+    assert "mine0 k=3" in words(drawing.figure).partition("not drawn")[2]
+
+
 # ---- costs ---------------------------------------------------------------------------------------------------------
 
 

@@ -198,10 +198,17 @@ def _kinds(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def _in_turn(rows: pd.DataFrame) -> list[str]:
-    """Lines: the first of each policy, then the second of each, and so on."""
-    first = rows[rows["line"].notna()].drop_duplicates("line")
-    turn = first.groupby("policy", sort=False).cumcount() if "policy" in first else pd.Series(0, first.index)
-    return first["line"].iloc[np.argsort(turn.to_numpy(), kind="stable")].to_list()
+    """Lines: the first of each policy, then the second of each, and so on; its fastest comes first where one gains."""
+    named = rows[rows["line"].notna()]
+    first = named.drop_duplicates("line").set_index("line")
+    if "policy" not in first:
+        return list(first.index)
+    if "verdict" in named:
+        gains = named["speedup_median"].astype(float).where(named["verdict"] == "faster", 0.0)
+        best = gains.groupby(named["line"]).max().reindex(first.index)
+        first = first.loc[best.sort_values(ascending=False, kind="stable").index]
+    turn = first.groupby("policy", sort=False).cumcount().reindex(named["line"].unique())
+    return list(turn.sort_values(kind="stable").index)
 
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:

@@ -195,7 +195,7 @@ def test_deepseek_v3_on_four_nodes_of_h200_is_answered_from_tables(tmp_path: Pat
     line = next(line for line in said if line.startswith("For "))
     assert "Modelled, partly measured elsewhere: fp8_block, sglang/0.5.6.post2/deepep_normal, one copy per" in line
     assert "experts of sglang/0.5.10/deepep_normal, unfused permutation, no overlap." in line
-    assert said.index(line) < 6
+    assert said.index(line) < 8, "behind the pick, why, what is next and where it turns"
     facts = load([out]).comparisons[0].facts
     assert (facts.dtype, facts.exchange.name, facts.exchange.num_nodes, facts.expert_rows.name) == (
         "fp8_block",

@@ -211,6 +211,10 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.22)), {}, "Use token_drop capacity_factor=2.0: ", ""),
+    "too little for what it drops": (
+        (drop(1.5, 1.045, 0.05, 0.97),), {}, "Keep native: within the bounds only what drops or reroutes is faster",
+        "The fastest within the bounds is token_drop capacity_factor=1.5: 1.045 times native (faster).",
+    ),
     "more mass than the model's own": (
         (drop(2.0, 1.29, 0.0, 1.03), eplb(1.30)), {}, "Use EPLB, 1 spare per rank: ", "",
     ),
@@ -725,7 +729,8 @@ def test_the_pick_by_medians_stays_until_another_is_clearly_better() -> None:
     assert chosen(1.10, 1.10, 1.16) == "lossy"
     assert chosen(1.01, 1.00, 1.00) is None
     assert chosen(1.10, 1.00, 1.00, standing=[OUT_OF_BOUNDS, "", ""]) is None
-    assert chosen(1.01, 1.00, 1.03, of=None) == "lossy"
+    assert chosen(1.01, 1.00, 1.03, of=None) is None, "native loses nothing either"
+    assert chosen(1.01, 1.00, 1.06, of=None) == "lossy"
 
 
 def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:

@@ -225,7 +225,9 @@ class Answer(_Fact):
     scope: Literal["layer", "model"]
     native: Case
     pick: Candidate | None
-    reason: Literal["no_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = None
+    reason: Literal["no_gain", "little_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = (
+        None
+    )
     fastest: Candidate | None = None
     beside: Candidate | None = None
     next_best: Candidate | None = None
@@ -344,6 +346,7 @@ def _reason(answer: Answer) -> str:
         assert answer.fit is not None
         return f"None: the model {fit_words(answer.fit)}"
     return {
+        "little_gain": "Keep native: within the bounds only what drops or reroutes is faster, by no more than 5 %",
         "no_gain": "Keep native: no candidate within the bounds is significantly faster",
         "no_baseline": "Inconclusive: the baseline was not measured, so there are no speedups",
         "oversubscribed": f"Inconclusive: {OVERSUBSCRIBED}",

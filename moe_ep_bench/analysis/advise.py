@@ -189,6 +189,7 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         "does_not_fit": fit is not None and not fit.holds(),
         "oversubscribed": about["oversubscribed"],
         "few_batches": len(rows) > 0 and not rows["speedup_is_interval"].eq(True).any(),
+        "little_gain": rows["standing"].eq("faster").any(),
         "no_gain": True,
     }
     within = rows[~rows["standing"].isin(BARRED)].sort_values("speedup_median")

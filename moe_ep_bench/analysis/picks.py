@@ -2,7 +2,7 @@
 
 The pick is a candidate within the bounds whose verdict is ``faster`` (``statistics.judge``): the fastest without loss,
 unless one that drops or reroutes is faster by more than 5 % and beyond its range. Within 2 % is a tie; the candidate
-that keeps more score mass wins. Where there is none, native stays.
+that keeps more score mass wins. Where there is none, native stays, which loses nothing either.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     first = rows[rows["dropped_share"] > 0].groupby(alike)["label"].transform("first").reindex(rows.index)
     rows = rows.assign(same_as=first.where(first.ne(rows["label"]), None))
     faster = rows[rows["standing"] == "faster"]
-    picks = [_best(own).name for _, own in faster.groupby("comparison_id")]
-    return rows.assign(is_pick=rows.index.isin(picks))
+    picks = [_best(own) for _, own in faster.groupby("comparison_id")]
+    return rows.assign(is_pick=rows.index.isin([best.name for best in picks if best is not None]))
 
 
 def _growths(store: Store) -> pd.DataFrame:
@@ -96,11 +96,11 @@ def _growths(store: Store) -> pd.DataFrame:
     return found.add_prefix("growth_").rename_axis(None)
 
 
-def _best(rows: pd.DataFrame) -> pd.Series:
-    """The pick of candidates of one comparison that are all faster."""
+def _best(rows: pd.DataFrame) -> pd.Series | None:
+    """The pick of candidates of one comparison that are all faster; None = native, which no lossless one beats."""
     first, lossless = fastest(rows), rows[~rows["costs"]]
     if lossless.empty:
-        return first
+        return first if first["speedup_median"] > 1 + _WORTH else None
     kept = fastest(lossless)
     is_worth = first["speedup_median"] > (1 + _WORTH) * kept["speedup_median"]
     return first if is_worth and first["speedup_low"] > kept["speedup_high"] else kept
@@ -155,6 +155,8 @@ def choice(rows: pd.DataFrame, chosen: str | None) -> str | None:
     if faster.empty:
         return None
     best, own = _best(faster), faster[faster["label"] == chosen]
+    if best is None:
+        return None
     is_alike = len(own) and own["costs"].iloc[0] == best["costs"]
     is_tie = is_alike and best["speedup_median"] <= (1 + _TIE) * own["speedup_median"].iloc[0]
     return chosen if is_tie else best["label"]

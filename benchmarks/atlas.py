@@ -219,7 +219,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     names = {"nothing": "keep native", "move": "move weights or shared tokens"}
     met = [kind for kind in KINDS if kind in set(rows["kind"])]
     handles = [Patch(facecolor=KINDS[kind], edgecolor=MUTED, label=names.get(kind, kind)) for kind in met]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     figure.suptitle("What advise picks, and how much faster one MoE layer is (modelled)", fontsize=12)
     return figure
 

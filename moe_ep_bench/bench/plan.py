@@ -50,7 +50,7 @@ from moe_ep_bench.workload.trace import open_trace
 _FEW_SCORES = 2**21
 
 # What modelling takes (``modelling_s``).
-_START_S, _RANK_S, _SCORE_S = 5.0, 1e-3, 10e-9
+_START_S, _RANK_S, _SCORE_S = 15.0, 1.5e-3, 20e-9
 
 Opened = dict[str, Mapping[int | None, Workload]]
 """Workloads that points share, by all that decides their batches."""
@@ -348,9 +348,9 @@ def dry_run(
 
 
 def modelling_s(points: Iterable[Point]) -> float:
-    """CPU seconds that modelling takes, about: the start, and for each case what a rank and a score take.
+    """CPU seconds that an answer takes, about: to start and to say it, and for each case what a rank and a score take.
 
-    Measured on two shared cores of a Xeon (docs/advise.md), where answers took half to twice as long.
+    Fitted to five questions on two busy cores, which took 0.9 to 1.5 times as long.
     """
     routed_s = 0.0
     for point in points:

@@ -1,6 +1,6 @@
 """The atlas: what wins where. Twelve models on five devices, prefill and decode, under three traffics each.
 
-    python benchmarks/atlas.py --out results/reference    # about an hour on two cores; goes on where it stopped
+    python benchmarks/atlas.py --out results/reference    # an hour or more on two cores; goes on where it stopped
     python benchmarks/atlas.py --list                     # the questions
     python benchmarks/atlas.py --draw --out results/reference
 
@@ -58,7 +58,7 @@ KINDS = {
     "move": "#009E73",
     "reroute": "#CC79A7",
     "drop": "#E69F00",
-    "does not fit": "#FFFFFF",
+    "not asked": "#FFFFFF",
 }
 """What the pick does, and its colour in the map."""
 _MOVES, _DROPS = ("llep", "ultra", "moonep", "epic", "waterfill"), ("token_drop", "expanded_drop", "budget_drop")
@@ -75,7 +75,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The exit status of a question that could be asked, its EP size, and why it could not."""
+    """The EP size at which a question was asked, 0 = at none, and why it could not be."""
 
     ep_size: int
     problem: str
@@ -142,7 +142,7 @@ def rows_of(question: Question, answer: Answer, work: Path) -> Iterator[dict[str
     _, tokens = PHASES[question.phase]
     asked = {**question._asdict(), "ep_size": answer.ep_size or None, "tokens_per_rank": tokens}
     if answer.problem:
-        yield {**asked, "kind": "does not fit", "why": answer.problem}
+        yield {**asked, "kind": "not asked", "why": answer.problem}
         return
     folder = work / question.name / f"ep{answer.ep_size}"
     advice, run = (json.loads((folder / name).read_text()) for name in ("advice.json", "run.json"))
@@ -195,7 +195,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     panels = figure.subplots(len(PHASES), len(TRAFFICS), sharex=True, sharey=True, squeeze=False)
     for axes_of_phase, phase in zip(panels, PHASES, strict=True):
         for axes, traffic in zip(axes_of_phase, TRAFFICS, strict=True):
-            here = rows[(rows["phase"] == phase) & ((rows["traffic"] == traffic) | (rows["kind"] == "does not fit"))]
+            here = rows[(rows["phase"] == phase) & ((rows["traffic"] == traffic) | (rows["kind"] == "not asked"))]
             cells = {(row.model, row.device): row for row in here.itertuples()}
             colours = np.ones((len(models), len(devices), 3))
             for (model, device), row in cells.items():
@@ -226,8 +226,8 @@ def draw(rows: pd.DataFrame) -> Figure:
 
 def _cell(row: Any) -> str:
     """Text of a cell: the pick's speedup, and the EP size where it is not 8."""
-    size = "" if row.kind == "does not fit" or row.ep_size == 8 else f"\nEP {row.ep_size:.0f}"
-    return ("-" if row.kind in ("nothing", "does not fit") else f"{row.speedup:.2f}x") + size
+    size = "" if row.kind == "not asked" or row.ep_size == 8 else f"\nEP {row.ep_size:.0f}"
+    return ("-" if row.kind in ("nothing", "not asked") else f"{row.speedup:.2f}x") + size
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
     assert rows["exchange"].eq("measured elsewhere").all()
     refused = atlas.ask(atlas.Question("kimi-k2", "B200", "prefill"), tmp_path, lambda _: (2, "x: no such links"))
     (row,) = atlas.rows_of(atlas.Question("kimi-k2", "B200", "prefill"), refused, tmp_path)
-    assert (row["kind"], row["why"]) == ("does not fit", "x: no such links")
+    assert (row["kind"], row["why"]) == ("not asked", "x: no such links")
     texts = {text.get_text() for axes in atlas.draw(rows).axes for text in axes.texts}
     assert texts == {"-\nEP 16", "1.25x\nEP 16"}
     with pytest.raises(RuntimeError, match="traceback"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
 
+from moe_ep_bench.analysis.notes import _sampled
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
@@ -110,6 +113,14 @@ def test_rules_in_pairs_count_those_that_a_sample_stands_for() -> None:
     assert RebalanceConfig(name="llep", least_pairs=3).of_sample(8).least_pairs == 1
     assert epic.of_sample(8) == epic, "it goes by what is computed during an exchange"
     assert RebalanceConfig(name="epic", least_pairs=80).of_sample(8).least_pairs == 10
+
+
+def test_a_sample_says_how_well_it_tells_the_fullest_rank_and_one_of_more_than_all_says_nothing() -> None:
+    native = pd.DataFrame({"fullest_rank": [1.5, 1.5]})
+    facts: Any = SimpleNamespace(sample_tokens=1000, num_tokens=4000, top_k=8, num_ranks=8)
+    assert _sampled(facts, native) == (1000, 4, pytest.approx(300 * np.sqrt(0.75 / 1500)))
+    facts.sample_tokens = 5000
+    assert _sampled(facts, native) is None
 
 
 @pytest.mark.parametrize(

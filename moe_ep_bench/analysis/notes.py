@@ -162,7 +162,7 @@ def _sampled(facts: ComparisonFacts, native: pd.DataFrame) -> tuple[int, int, fl
     Pairs come to a rank by chance, so that of n in the sample, of f times as many in all, the standard error is
     sqrt((1 - 1 / f) / n).
     """
-    if facts.sample_tokens is None:
+    if facts.sample_tokens is None or facts.sample_tokens >= facts.num_tokens:  # as a stranger's file may say
         return None
     stands_for = facts.num_tokens // facts.sample_tokens
     pairs = native["fullest_rank"].mean() * facts.sample_tokens * facts.top_k / facts.num_ranks

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -273,7 +274,8 @@ def balanced_scores(
     """Permute each token's scores so that top-k loads differ by at most one pair between experts.
 
     A token's values stay the same, so its weights do too; only which expert holds which value changes: token t's K best
-    go to places t*K, t*K + 1, ... modulo E of ``dealing_order``, where t counts from ``first``.
+    go to places t*K, t*K + 1, ... modulo E of its round's order (``dealing_orders``), where t counts from ``first``. A
+    round is the fewest tokens that give all experts as many pairs.
 
     Args:
         scores_TE: float32 [T, E].
@@ -290,37 +292,44 @@ def balanced_scores(
     else:
         ascending_TE = scores_TE.sort(dim=1).values
     row_T = torch.arange(first, first + num_tokens) if row_T is None else row_T
-    place_T1 = row_T.to(scores_TE.device).unsqueeze(1) * top_k
-    place_TE = (place_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
-    expert_TE = torch.from_numpy(dealing_order(num_experts, top_k, num_groups, top_groups)).to(place_TE.device)[
-        place_TE
-    ]
-    return torch.empty_like(scores_TE).scatter_(1, expert_TE, ascending_TE.flip(1))
+    row_T1 = row_T.to(scores_TE.device).unsqueeze(1)
+    order_OE = torch.from_numpy(dealing_orders(num_experts, top_k, num_groups, top_groups)).to(row_T1.device)
+    order_T1 = row_T1 // (math.lcm(num_experts, top_k) // top_k) % len(order_OE)
+    place_TE = (row_T1 * top_k + torch.arange(num_experts, device=row_T1.device)) % num_experts
+    return torch.empty_like(scores_TE).scatter_(1, order_OE[order_T1, place_TE], ascending_TE.flip(1))
+
+
+# So many drawn orders: with one, tokens would only ever take the same E / K sets of experts.
+_NUM_ORDERS = 64
 
 
 @functools.cache
-def dealing_order(
+def dealing_orders(
     num_experts: int, top_k: int, num_groups: int | None = None, top_groups: int | None = None
 ) -> NDArray[np.int64]:
-    """Experts in a drawn order, in which K that follow each other share ranks as a token's own do: int64 [E].
+    """Experts in drawn orders, in which K that follow each other share ranks as a token's own do: int64 [O, E].
 
     Neighbours would share a rank, and a transport that sends a token once to a rank would hardly send anything. With
     groups each K experts lie in ``top_groups`` of them, so that the model's rule chooses them; where the numbers do not
-    divide each other so, experts stand in order.
+    divide each other so, experts stand in order, O = 1.
     """
     generator = np.random.default_rng(0)
     if num_groups is None or top_groups is None:
-        return generator.permutation(num_experts)
+        return np.stack([generator.permutation(num_experts) for _ in range(_NUM_ORDERS)])
     size, of_group = num_experts // num_groups, top_k // top_groups
     num_blocks = num_experts // top_k
     if top_k % top_groups or num_experts % top_k or size % of_group or num_blocks * top_groups % num_groups:
-        return np.arange(num_experts)
+        return np.arange(num_experts)[None]
     turn_BG = np.arange(num_blocks)[:, None] * top_groups + np.arange(top_groups)
-    group_BG, visit_BG = generator.permutation(num_groups)[turn_BG % num_groups], turn_BG // num_groups
-    drawn_GN = np.stack([generator.permutation(size) for _ in range(num_groups)])
+    visit_BG = turn_BG // num_groups
     place_BNG = visit_BG[:, None] * of_group + np.arange(of_group)[None, :, None]
-    group_BNG = np.broadcast_to(group_BG[:, None], place_BNG.shape)
-    return (group_BNG * size + drawn_GN[group_BNG, place_BNG]).reshape(-1)
+    orders = []
+    for _ in range(_NUM_ORDERS):
+        group_BG = generator.permutation(num_groups)[turn_BG % num_groups]
+        drawn_GN = np.stack([generator.permutation(size) for _ in range(num_groups)])
+        group_BNG = np.broadcast_to(group_BG[:, None], place_BNG.shape)
+        orders.append((group_BNG * size + drawn_GN[group_BNG, place_BNG]).reshape(-1))
+    return np.stack(orders)
 
 
 def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:

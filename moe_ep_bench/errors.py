@@ -60,6 +60,14 @@ def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a person writes them: ``0 to 2, 5``."""
+    ordered = sorted(numbers)
+    starts = [number for number in ordered if number - 1 not in ordered]
+    ends = [number for number in ordered if number + 1 not in ordered]
+    return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+
+
 def cannot_write(error: OSError) -> str:
     """What could not be written, and why; pyarrow's own errors name no file and say the rest in their text."""
     return f"cannot write {error.filename or 'a file'}: {error.strerror or error}"

@@ -12,7 +12,7 @@ from test_workload import digest_of, top_k_load
 
 from moe_ep_bench.bench.plan import make_point, plan_experiments
 from moe_ep_bench.bench.point import RANKS, Point, is_drawn
-from moe_ep_bench.config import SyntheticConfig
+from moe_ep_bench.config import ModelConfig, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.facts.words import describe_workload
 from moe_ep_bench.workload.targets import SKEWS, load_skew
@@ -78,12 +78,15 @@ def skewed(folder: Path, ep_size: int, seed: int) -> Point:
     return comparison(folder, ep_size, model={"preset": "qwen3-235b-a22b", "scale": 0.03125}, workload=workload)
 
 
+MODEL = ModelConfig(preset="deepseek-v2-lite")
+
+
 def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
         assert isinstance(config, SyntheticConfig)
-        assert workload.get("rank_load") is None or config.targets("deepseek-v2-lite", 1)["rank_load"] is None
-        return config.targets("deepseek-v2-lite", 2 if workload.get("rank_load") else None)
+        assert workload.get("rank_load") is None or config.targets(MODEL, 1)["rank_load"] is None
+        return config.targets(MODEL, 2 if workload.get("rank_load") else None)
 
     assert targets()["peak_load"] == 3.587
     assert targets()["rank_load"] == {"ep_size": 8, "load": 1.606}

@@ -23,7 +23,7 @@ from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts.words import describe_workload
 from moe_ep_bench.workload import targets
-from moe_ep_bench.workload.targets import read_counts
+from moe_ep_bench.workload.targets import LayerCounts, read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
 PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes
@@ -35,6 +35,10 @@ FORMS = {
     "logical_count": {"logical_count": COUNTS},
     "passes": {"logical_count": [part.tolist() for part in PARTS]},
 }
+
+
+def as_rows(counts: LayerCounts) -> dict[int, list[float]]:
+    return {layer: count_E.tolist() for layer, count_E in counts.loads.items()}
 
 
 def written(folder: Path, content: Any = COUNTS) -> Path:
@@ -69,7 +73,7 @@ FILES = {
 
 @pytest.mark.parametrize("form", FILES)
 def test_files_of_other_programs_give_the_same(form: str, tmp_path: Path) -> None:
-    assert np.array_equal(read_counts(FILES[form](tmp_path)), COUNTS[1:])
+    assert as_rows(read_counts(FILES[form](tmp_path))) == {1: COUNTS[1], 2: COUNTS[2]}
 
 
 def claims_too_much(folder: Path) -> Path:
@@ -107,7 +111,7 @@ def test_a_file_that_holds_no_counts_is_one_line_and_nothing_in_it_is_run(make: 
 
 def test_an_array_of_many_bytes_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "_MOST_BYTES", 1000)
-    assert read_counts(as_npz(tmp_path, a=COUNTS)).shape == (2, 4)
+    assert len(read_counts(as_npz(tmp_path, a=COUNTS)).loads) == 2
     with pytest.raises(UserError, match="a: expected at most 0 MiB of counts"):
         read_counts(as_npz(tmp_path, a=np.ones((100, 100))))
 
@@ -115,7 +119,7 @@ def test_an_array_of_many_bytes_is_refused_before_it_is_read(tmp_path: Path, mon
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, FORMS[form])
-    assert np.array_equal(read_counts(path), COUNTS[1:])
+    assert as_rows(read_counts(path)) == {1: COUNTS[1], 2: COUNTS[2]}
 
 
 def config(folder: Path, **workload: Any) -> Path:
@@ -125,7 +129,7 @@ def config(folder: Path, **workload: Any) -> Path:
         "num_tokens": 512,
         "num_batches": 1,
         "skew_from": "counts.json",
-        "layer": 0,
+        "layer": 1,
         **workload,
     }
     path.write_text(yaml.safe_dump({"model": SHAPE, "workload": asked, "policies": [{"name": "topk"}]}))
@@ -135,16 +139,40 @@ def config(folder: Path, **workload: Any) -> Path:
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
     written(tmp_path)
     found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
-    assert [one.workload.layer for one in found] == [0, 1]
+    assert [one.workload.layer for one in found] == [1, 2]
     for one, count_E in zip(found, COUNTS[1:], strict=True):
         comparison = make_point(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = describe_workload(comparison.subject)
-        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers; the others" in described
+        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers used: " in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
     assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"
+
+
+@pytest.mark.parametrize("of_moe_layers", [False, True])
+def test_a_layer_is_the_models_whether_or_not_a_file_has_rows_of_dense_ones(of_moe_layers: bool, tmp_path: Path):
+    """Of four layers the first is dense; layer 2 was not counted."""
+    rows = [[0, 0, 0, 0], [9, 1, 3, 3], [0, 0, 0, 0], [1, 9, 4, 2]]
+    written(tmp_path, rows[1:] if of_moe_layers else rows)
+    shape = {**SHAPE, "num_layers": 4, "first_dense_layers": 1, "dense_ffn_hidden_size": 16}
+    path = config(tmp_path, layer="all")
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "model": shape}))
+    found = load_experiments(path, on_cpu=True)
+    assert [one.workload.layer for one in found] == [1, 3]
+    points = [make_point(one, ROUTING, on_cpu=True) for one in found]
+    for point, layer in zip(points, (1, 3), strict=True):
+        expected_E = np.array(rows[layer]) / sum(rows[layer])
+        load_E = top_k_load(point.workload.batch(0).scores_TE, 1).numpy()
+        np.testing.assert_allclose(load_E / 512, expected_E, atol=0.06)
+    reason = "layer 2 has no counts" if of_moe_layers else "1 is dense in this model, layer 2 has no counts"
+    assert f"{'2 of its 3' if of_moe_layers else '2 of its 4'} layers used: {reason}" in describe_workload(
+        points[0].subject
+    )
+    (dense,) = load_experiments(path, ["workload.layer=0"], on_cpu=True)
+    with pytest.raises(UserError, match=r"expected one with counts \(1, 3\), got 0, which is dense in this model"):
+        make_point(dense, ROUTING, on_cpu=True)
 
 
 def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_count(
@@ -159,7 +187,7 @@ def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_cou
     asked += ["--set", "sweep.workload.seed=[1]", "--set", "emulate.overlap=none"]
     assert main(["advise", *asked]) == 0
     text = capsys.readouterr().out
-    assert "counts.json: 4 of its 5 layers; the others, such as dense ones, have no counts" in text
+    assert "counts.json: 4 of its 5 layers used: layer 0 has no counts" in text
     assert "skew is assumed" not in text
     pick = text.splitlines()[0]
     found = re.match(r"Use (.*): a layer is (\S+) times as fast as native, (\S+) in place of (\S+) ms", pick)
@@ -202,11 +230,16 @@ def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
     ("content", "workload", "words"),
     [
         ([[1, 2], [3, 4]], {}, "workload: skew_from: expected counts of 4 experts, got 2"),
-        ([[0, 0, 0, 9]], {"top_k": 2}, r"workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4"),
+        (
+            [[0, 0, 0, 9]] * 2,
+            {"top_k": 2},
+            r"workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4",
+        ),
         ({"x": 1}, {}, r"workload: \S*counts.json: expected logical_[^\n]*"),
         (COUNTS, {"skew": "power_law_1.2"}, r"[^\n]*skew, skew_from: expected one of the two, got both"),
         (COUNTS, {"skew_from": "none.json"}, "workload: [^:]*: no such file"),
-        (COUNTS, {"layer": 2}, r"[^\n]*expected 0 to 1[^\n]*"),
+        (COUNTS, {"layer": 3}, r"[^\n]*expected one with counts \(1 to 2\), got 3, which has no counts in [^\n]*"),
+        (COUNTS, {"layer": 0}, r"[^\n]*expected one with counts \(1 to 2\), got 0, which has no counts in [^\n]*"),
         (COUNTS, {"layer": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
         (COUNTS, {"skew_from": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
     ],

@@ -26,11 +26,11 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Assumption, Need, has_assumed_traffic
+from moe_ep_bench.facts import Assumption, CountedLayers, Need, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.workload.targets import Skews, counted_layers
+from moe_ep_bench.workload.targets import Skews, read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -247,10 +247,16 @@ class _Draft:
         workloads = [experiment.workload for experiment in asked]
         if not any(map(_is_skewed, workloads)):
             self.assumed.append(Assumption(kind="no_skew"))
-        counted = {one.skew_from for one in workloads if isinstance(one, SyntheticConfig) and one.skew_from}
-        for path in sorted(counted):
-            if layers := counted_layers(path):
-                self.assumed.append(Assumption(kind="counted_layers", names=[path.name], num_layers=layers))
+        counted = {
+            one.workload.skew_from: one.model.spec().moe_layers
+            for one in asked
+            if isinstance(one.workload, SyntheticConfig) and one.workload.skew_from
+        }
+        for path, moe_layers in sorted(counted.items()):
+            counts = read_counts(path, moe_layers)
+            if counts.dense or counts.missing:
+                layers = CountedLayers(file=path.name, **counts.describe())
+                self.assumed.append(Assumption(kind="counted_layers", counted=layers))
 
     def add_device(self, asked: Sequence[Experiment]) -> None:
         """Put in a device and links where there are none: measured elsewhere where tables have the layer."""

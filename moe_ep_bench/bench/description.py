@@ -250,7 +250,7 @@ def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float 
     config = experiment.workload
     if not isinstance(config, SyntheticConfig):
         return None
-    targets = config.targets(experiment.model.preset, ep_size)
+    targets = config.targets(experiment.model, ep_size)
     if targets["rank_load"] is not None:
         return targets["rank_load"]["load"]
     peak_load = targets["peak_load"] or targets["batch_peak_load"]

@@ -459,7 +459,7 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         shape["sequence_length"] = config.sequence_length
         if config.skew in PATTERNS:
             return SyntheticWorkload(pattern=config.skew, **shape)
-        targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
+        targets = config.targets(experiment.model, experiment.layer.ep_size or world_size)
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None
         cuts = tuple(tuple(cut.values()) for cut in targets.pop("cuts", ()))

@@ -54,7 +54,7 @@ from moe_ep_bench.runtime.sharing import Sharing
 from moe_ep_bench.schema import REHEARSAL
 from moe_ep_bench.workload.batch import Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.targets import PATTERNS, counted_layers
+from moe_ep_bench.workload.targets import PATTERNS, read_counts
 
 BASELINE, NOISE, BALANCED, POLICY = "baseline", "noise", "balanced", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
@@ -319,7 +319,7 @@ class Point:
         facts = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
         if isinstance(config, SyntheticConfig):
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            targets = config.targets(self.experiment.model.preset, self.ep_size)
+            targets = config.targets(self.experiment.model, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
             unseen = {"skew_from", "layer", "balanced", *(["batch_peak_load"] if config.is_balanced else [])}
             facts = {key: value for key, value in facts.items() if key not in unseen}
@@ -373,12 +373,12 @@ class Point:
             facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
         if isinstance(config, SyntheticConfig):
             # The skew's load of the fullest rank may be of another EP size.
-            placed = is_drawn(experiment, self.ep_size) and config.targets(preset)["rank_load"]
+            placed = is_drawn(experiment, self.ep_size) and config.targets(experiment.model)["rank_load"]
             peaks = {name: getattr(config, name) for name in ("peak_load", "batch_peak_load")}
             facts |= {**peaks, "is_one_draw": bool(placed)}
             if config.skew_from is not None:
-                layers = counted_layers(config.skew_from)
-                facts["counted"] = {"file": config.skew_from.name, "layer": config.layer, "num_layers": layers}
+                counts = read_counts(config.skew_from, experiment.model.spec().moe_layers)
+                facts["counted"] = {"file": config.skew_from.name, "layer": config.layer, **counts.describe()}
             elif config.skew is not None and config.skew not in PATTERNS:
                 skew = config.calibration(preset)
                 # A peak load in place of the skew's own is of no layer that was recorded.
@@ -551,4 +551,4 @@ def is_drawn(experiment: Experiment, ep_size: int) -> bool:
     config = experiment.workload
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS or ep_size == 1:
         return False
-    return config.targets(experiment.model.preset, ep_size)["rank_load"] is None
+    return config.targets(experiment.model, ep_size)["rank_load"] is None

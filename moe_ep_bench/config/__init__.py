@@ -165,7 +165,7 @@ class SyntheticConfig(_Workload):
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts as JSON, in place of ``skew``."""
     layer: int | None = Field(None, ge=0, le=MOST)
-    """Layer of ``skew_from``, or ``all``: a comparison each."""
+    """The model's layer, which ``skew_from`` counts; ``all``: a comparison each."""
     balanced: bool = False
     """Every expert gets as many pairs of each batch, in few sets of experts."""
     peak_load: float | None = Field(None, ge=1)
@@ -221,21 +221,22 @@ class SyntheticConfig(_Workload):
                 raise UserError(f"skew: {self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}")
         return self
 
-    def targets(self, preset: str | None, ep_size: int | None = None) -> dict[str, Any]:
+    def targets(self, model: ModelConfig, ep_size: int | None = None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
 
         Args:
+            model: whose skew, and whose layers are counted.
             ep_size: EP ranks, None = the skew's own. On another number of them than that experts stand at random.
 
         Raises:
-            ValueError: there is no such skew of the model.
+            ValueError: there is no such skew of the model, or no counts of the layer.
         """
         given = self.model_dump(include=set(TARGETS), exclude_unset=True)
         if given.get("rank_load"):
             given["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if ep_size and ep_size > 1 else None
         targets = dict.fromkeys(TARGETS)
         if self.skew is not None and self.skew not in PATTERNS:
-            targets |= self.calibration(preset).targets()
+            targets |= self.calibration(model.preset).targets()
             if self.sequence_length == 1:
                 targets["neighbour_overlap"] = None  # No token has neighbours.
         targets |= given
@@ -253,7 +254,7 @@ class SyntheticConfig(_Workload):
             if ep_size is not None and ep_size > 1:
                 targets["rank_load"] = {"ep_size": ep_size, "load": 1.0}
         if self.skew_from is not None and self.layer is not None:
-            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
+            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer, model.spec().moe_layers))
         if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:
             targets["rank_load"] = None
         if "cuts" in targets and (targets["rank_load"] is None or "rank_load" in given):

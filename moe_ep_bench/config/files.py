@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_ep_bench.config import Experiment, RecordedConfig, SweepPoint
+from moe_ep_bench.config import Experiment, ModelConfig, RecordedConfig, SweepPoint
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
@@ -254,5 +254,9 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
         if counted is None and not isinstance(trace, str):
             raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
         with naming(f"{path}: workload.{'trace' if counted is None else 'skew_from'}"):
-            num_layers = open_trace(trace).num_layers if counted is None else len(read_counts(Path(counted)))
-        sweep["workload.layer"] = list(range(num_layers))
+            if counted is None:
+                layers = list(range(open_trace(trace).num_layers))
+            else:
+                model = validated(ModelConfig, raw.get("model", {}), path).spec()
+                layers = list(read_counts(Path(counted), model.moe_layers).loads)
+        sweep["workload.layer"] = layers

@@ -126,12 +126,24 @@ class PeakLoads(JsonRecord):
         return self.batches >= (2 if self.traffic is None else 1.1 * self.traffic)
 
 
-class Counted(JsonRecord):
-    """A layer of a file that counts pairs by expert (``workload.skew_from``)."""
+class CountedLayers(JsonRecord):
+    """Which of the model's layers a file counts (``workload.skew_from``).
+
+    Attributes:
+        used: layers that have counts.
+        dense, missing: those that have none, for the model does not route them, or for no known reason.
+    """
 
     file: str
+    used: Count
+    dense: list[int] = []
+    missing: list[int] = []
+
+
+class Counted(CountedLayers):
+    """One of these layers, whose experts' loads a comparison has."""
+
     layer: NonNegativeInt
-    num_layers: tuple[int, int] | None = None  # that have counts, and all; None where these are the same
 
 
 class Workload(JsonRecord):
@@ -479,10 +491,10 @@ class Assumption(JsonRecord):
     """What ``advise`` assumes or leaves out (``words.assumption_words`` says it).
 
     Attributes:
-        names: the file that counts experts, what is modelled, candidates that are left out, or whose recorded
+        names: what is modelled, candidates that are left out, or whose recorded
             traffics stand in.
         peak_loads: of balanced, typical and hard traffic, where none was given.
-        num_layers: that the file counts, and that it has.
+        counted: layers of the file that counts experts.
         num_batches: that plans and those whom they serve need, and that a recording has by arrival; of a draw or layer
             that were asked for, and that are taken in place of them.
         need: what the candidates lack here.
@@ -503,7 +515,7 @@ class Assumption(JsonRecord):
     ]
     names: list[str] = []
     peak_loads: tuple[float, ...] = ()
-    num_layers: tuple[int, int] | None = None
+    counted: CountedLayers | None = None
     num_batches: tuple[int, int] | None = None
     topk_share: float | None = None
     scores_are_assumed: bool = False

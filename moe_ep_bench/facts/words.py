@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ep_bench.errors import in_ranges
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
     PARTLY_ELSEWHERE,
@@ -17,6 +18,7 @@ from moe_ep_bench.facts import (
     CaseFacts,
     ComparisonFacts,
     Component,
+    CountedLayers,
     DeviceFacts,
     ExchangeFacts,
     ExpertFacts,
@@ -424,8 +426,8 @@ def assumption_words(assumed: Assumption) -> str:
         yours = "your server's counts of experts say which is yours (--counts, docs/servers.md)"
         return f"no traffic was given: assumed: {known}, as recorded of {names}; {yours}"
     if assumed.kind == "counted_layers":
-        assert assumed.num_layers is not None
-        return f"{names}: {counted_words(*assumed.num_layers)}"
+        assert assumed.counted is not None
+        return f"{assumed.counted.file}: {counted_words(assumed.counted)}"
     if assumed.kind == "topk_share":
         equal = ", equal over the top-k, so that the mass kept only counts pairs" if assumed.scores_are_assumed else ""
         return f"assumed: top-k score mass {assumed.topk_share:g}{equal}"
@@ -448,9 +450,16 @@ def assumption_words(assumed: Assumption) -> str:
     return f"left out: {names}: {_LACKING[assumed.need]}"
 
 
-def counted_words(counted: int, num_layers: int) -> str:
-    """How many layers of a file of counts are used; the others have none."""
-    return f"{counted} of its {num_layers} layers; the others, such as dense ones, have no counts"
+def counted_words(counted: CountedLayers) -> str:
+    """How many layers of a file of counts are used, and why others are not."""
+    dense, missing = counted.dense, counted.missing
+    whole = counted.used + len(dense) + len(missing)
+    words = f"{counted.used} of its {whole} layers used" if dense or missing else f"all {whole} layers used"
+    why = [f"{len(dense)} {'is' if len(dense) == 1 else 'are'} dense in this model"] if dense else []
+    if missing:
+        several = len(missing) > 1
+        why.append(f"layer{'s' * several} {in_ranges(missing)} {'have' if several else 'has'} no counts")
+    return words + (f": {', '.join(why)}" if why else "")
 
 
 def rest_words(rest: Rest) -> str:
@@ -607,7 +616,7 @@ def describe_workload(facts: Subject) -> str:
         return _recorded_words(workload, workload.recording)
     source, counted, skew = "", workload.counted, workload.skew
     if counted is not None:
-        few = f" ({counted_words(*counted.num_layers)})" if counted.num_layers else ""
+        few = f" ({counted_words(counted)})" if counted.dense or counted.missing else ""
         source = f"synthetic, loads of {_layer_words(counted.layer, workload.layers)} counted in {counted.file}{few}; "
     elif skew is not None:
         source = f"synthetic, {basis_words(skew)}; "

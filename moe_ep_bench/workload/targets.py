@@ -26,15 +26,15 @@ from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from moe_ep_bench.errors import UserError, brief, did_you_mean
+from moe_ep_bench.errors import UserError, brief, did_you_mean, in_ranges
 from moe_ep_bench.files import read_json
 from moe_ep_bench.presets import Preset, Strict
 from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
@@ -179,20 +179,40 @@ CONVERT = (
 )
 
 
-def read_counts(path: Path) -> NDArray[np.float64]:
-    """Read the counts of every layer that has some: float64 [L, E]. Dense layers, which count nothing, have none.
+class LayerCounts(NamedTuple):
+    """Counts of a file by the model's layers.
+
+    Attributes:
+        loads: float64 [E] of each layer that has counts, by its number.
+        dense: layers without counts that the model does not route.
+        missing: layers without counts that it does, as far as is known.
+    """
+
+    loads: dict[int, NDArray[np.float64]]
+    dense: list[int]
+    missing: list[int]
+
+    def describe(self) -> dict[str, Any]:
+        """Which layers are used and which are not (``facts.CountedLayers``)."""
+        return {"used": len(self.loads), "dense": self.dense, "missing": self.missing}
+
+
+def read_counts(path: Path, moe_layers: Sequence[int] = ()) -> LayerCounts:
+    """Read counts by layer. A file with a row of each MoE layer alone has these layers' numbers, else rows are layers.
+
+    Args:
+        moe_layers: layers of the model that route, ascending; () = not known.
 
     Raises:
         ValueError: no such file, or it holds no counts; one line that names the file.
     """
     count_LE = _all_counts(path)
-    return count_LE[count_LE.any(axis=1)]
-
-
-def counted_layers(path: Path) -> tuple[int, int] | None:
-    """Layers of a file that have counts, which alone are used, and all that it has; None where these are the same."""
-    is_counted_L = _all_counts(path).any(axis=1)
-    return None if is_counted_L.all() else (int(is_counted_L.sum()), len(is_counted_L))
+    numbers = moe_layers if len(moe_layers) == len(count_LE) else range(len(count_LE))
+    loads = {number: count_E for number, count_E in zip(numbers, count_LE, strict=True) if count_E.any()}
+    without = [number for number in numbers if number not in loads]
+    last = max(moe_layers, default=0)
+    dense = [number for number in without if number < last and number not in moe_layers]
+    return LayerCounts(loads, dense, [number for number in without if number not in dense])
 
 
 def _all_counts(path: Path) -> NDArray[np.float64]:
@@ -272,9 +292,12 @@ def _counts(value: Any, path: Path) -> NDArray[np.float64]:
     return count_LE
 
 
-def layer_loads(path: Path, layer: int) -> list[float]:
-    """Counts of one layer's experts. Raises ValueError: as ``read_counts``; or no such layer."""
-    load_LE = read_counts(path)
-    if layer >= len(load_LE):
-        raise UserError(f"layer: expected 0 to {len(load_LE) - 1} (the counted layers of {path}), got {layer}")
-    return load_LE[layer].tolist()
+def layer_loads(path: Path, layer: int, moe_layers: Sequence[int] = ()) -> list[float]:
+    """Counts of one layer's experts. Raises ValueError: as ``read_counts``; or the layer has no counts."""
+    counts = read_counts(path, moe_layers)
+    if layer not in counts.loads:
+        known = in_ranges(counts.loads)
+        is_dense = layer < max(moe_layers, default=0) and layer not in moe_layers
+        why = "is dense in this model" if is_dense else f"has no counts in {path}"
+        raise UserError(f"layer: expected one with counts ({known}), got {layer}, which {why}")
+    return counts.loads[layer].tolist()

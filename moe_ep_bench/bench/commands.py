@@ -333,8 +333,11 @@ def runner_of(job: Job, point: Point, cases: Sequence[CaseSpec]) -> Callable[[],
     """
     if point.device is not None:
         from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+        from moe_ep_bench.bench.tokens import Batches
 
-        return partial(ModelledRanks, point, cases, job.ranks.device, job.guard.at, job.progress.update)
+        if job.batches is None or not job.batches.serves(point):
+            job.batches = Batches(point, job.ranks.device)
+        return partial(ModelledRanks, point, cases, job.ranks.device, job.guard.at, job.progress.update, job.batches)
     from moe_ep_bench.layer.megatron import expert_parallel_groups
 
     # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.

@@ -22,6 +22,7 @@ from moe_ep_bench.bench.meetings import meeting_us
 from moe_ep_bench.bench.point import CaseSpec, Point
 from moe_ep_bench.bench.result import Result, columns_of
 from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.tokens import Batches
 from moe_ep_bench.bench.traffic import Traffic, route_batch
 from moe_ep_bench.config import NO_OVERLAP
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
@@ -37,6 +38,7 @@ class EmulatedRanks(Runner):
         device: what runs the layers, and routes.
         begin: called with an id ahead of what is done for a case, or for the point as a whole.
         routed: called whenever a rank is routed by all cases, with its share of ``Point.routing_work``.
+        batches: see ``Router``.
 
     Attributes:
         cases: those that are still in order.
@@ -51,10 +53,11 @@ class EmulatedRanks(Runner):
         device: torch.device,
         begin: Callable[[str], None],
         routed: Callable[[int], object] = lambda _: None,
+        batches: Batches | None = None,
     ) -> None:
         self.point, self.device, self.begin = point, device, begin
         self.num_ranks, self.num_batches = point.ep_size, point.workload.num_batches
-        self.router = Router(point, device, routed=routed)
+        self.router = Router(point, device, routed=routed, batches=batches)
         self.cases = [Case(case, self) for case in cases]
         self.traffic: dict[str, Traffic] = {}
         self.errors: dict[tuple[str, int | None], float] = {}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -18,6 +19,9 @@ from moe_ep_bench.files import writing_to
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.attempts import Guard, is_of_peers, reason_of
 from moe_ep_bench.runtime.ranks import Ranks, ReportedError, T
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.tokens import Batches
 
 # Arithmetic does not hang: for so long a model of devices may compute without a word.
 _MODELLED_S = 7 * 24 * 3600.0
@@ -30,6 +34,7 @@ class Job:
     Attributes:
         launch: which of ``measure.launches``, from 0.
         guard: of the block of ``trying``; ``progress`` of the point that is measured.
+        batches: of the last point that was modelled; the next may have the same.
     """
 
     ranks: Ranks
@@ -37,6 +42,7 @@ class Job:
     launch: int = 0
     guard: Guard = field(init=False)
     progress: tqdm = field(init=False)
+    batches: Batches | None = field(default=None, init=False)
 
     @contextlib.contextmanager
     def trying(self, points: Sequence[Point]) -> Iterator[None]:

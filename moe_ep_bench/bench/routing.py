@@ -14,12 +14,10 @@ of a batch-wide policy's statistics.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.balancers import Balanced, with_free_slots
-from moe_ep_bench.bench.point import BASELINE, NATIVE, CaseSpec, Point
-from moe_ep_bench.bench.tokens import Tokens, tokens
+from moe_ep_bench.bench.point import NATIVE, CaseSpec, Point
+from moe_ep_bench.bench.tokens import Batches, Tokens
 from moe_ep_bench.config import Lossless, ReplicationConfig
 from moe_ep_bench.kernels import PolicyForm, form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
@@ -41,9 +39,6 @@ from moe_ep_bench.workload.scores import batch_seed
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
-V = TypeVar("V")
-# Of a batch's tokens, which are routed again and again: scores as drawn, logits, what layers make of them, and halves.
-_COPIES, _KEPT_BYTES = 5, 2**28
 # Spare slots of a rank, who plans, and the batches that are known: what makes a plan.
 _PlanKey = tuple[int, str | None, tuple[int, ...]]
 
@@ -55,6 +50,7 @@ class Router:
         device: routes.
         few: only so many of each rank's tokens; None = all.
         routed: called whenever a rank is routed by all cases, with its share of ``Point.routing_work``.
+        batches: those of a point with the same ones, whose tokens are shared; None = made here.
     """
 
     def __init__(
@@ -63,52 +59,18 @@ class Router:
         device: torch.device,
         few: int | None = None,
         routed: Callable[[int], object] = lambda _: None,
+        batches: Batches | None = None,
     ) -> None:
-        self.point, self.device, self.routed, self._few = point, device, routed, few
-        self._lock, self._kept, self._kept_bytes = threading.Lock(), dict[tuple[int | None, int, int], Tokens](), 0
+        self.point, self.routed = point, routed
+        self.batches = Batches(point, device, few) if batches is None else batches
+        self.tokens, self.for_every_rank = self.batches.tokens, self.batches.for_every_rank
+        self.native_counts = self.batches.native_counts
         self._contiguous = Slots.contiguous(point.model.num_experts, point.ep_size)
         self._slots: dict[str, tuple[int, Slots]] = {}
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
-        self._counts: dict[int, NDArray[np.int64]] = {}
         self._plans: dict[_PlanKey, tuple[NDArray[np.int64], float]] = {}
         self._left: dict[tuple[str, int], NDArray[np.int64]] = {}
         self._moved: dict[tuple[_PlanKey, _PlanKey | None], NDArray[np.int64]] = {}
-
-    def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
-        """A rank's tokens of a batch in a layer; those of the last batch are kept on the host, as far as they fit."""
-        key = layer, batch, rank
-        if (kept := self._kept.get(key)) is not None:
-            return kept
-        made = tokens(self.point, layer, batch, rank, self.device, self._few)
-        num_bytes = _COPIES * made.workload_scores_TE.nbytes
-        with self._lock:
-            if any(other[:2] != key[:2] for other in self._kept):
-                self._kept, self._kept_bytes = {}, 0
-            if self.device.type == "cpu" and self._kept_bytes + num_bytes <= _KEPT_BYTES:
-                self._kept[key], self._kept_bytes = made, self._kept_bytes + num_bytes
-        return made
-
-    def for_every_rank(self, function: Callable[[Tokens], V], layer: int | None, batch: int) -> list[V]:
-        """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
-
-        In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
-        tokens of one rank at a time.
-        """
-        self.point.workloads[layer].solve(batch)  # before threads ask for it
-        ranks, num_threads = range(self.point.world_size), torch.get_num_threads()
-
-        @torch.inference_mode()
-        def of_rank(rank: int) -> V:
-            return function(self.tokens(layer, batch, rank))
-
-        torch.set_num_threads(1)
-        try:
-            if self.device.type != "cpu":
-                return list(map(of_rank, ranks))
-            with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                return list(pool.map(of_rank, ranks))
-        finally:
-            torch.set_num_threads(num_threads)
 
     # ---- how a case routes -------------------------------------------------------------------------------------------
 
@@ -257,17 +219,6 @@ class Router:
         plan_us = 1e3 * (measured_ms if wanted.plan_ms is None else wanted.plan_ms)
         moved_bytes_RR = self._moved[after_key, before_key] * point.expert_bytes
         return Rearrangement(moved_bytes_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
-
-    def native_counts(self, batch: int) -> NDArray[np.int64]:
-        """Pairs of each rank's tokens and each expert under the model's own top-k, [R, E]."""
-        if batch not in self._counts:
-            baseline = next(case for case in self.point.cases if case.role == BASELINE)
-
-            def counts_of(tokens: Tokens) -> NDArray[np.int64]:
-                return self.chosen(baseline, tokens).map_TE.sum(0).cpu().numpy()
-
-            self._counts[batch] = np.array(self.for_every_rank(counts_of, None, batch))
-        return self._counts[batch]
 
 
 def case_metrics(

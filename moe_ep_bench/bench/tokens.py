@@ -1,18 +1,22 @@
 """Make a rank's tokens of a batch: ``tokens`` is the sole maker, for real ranks, virtual ones and routing alone.
 
-A layer that stands alone has the key None.
+``Batches`` keeps them for all that is routed of them. A layer that stands alone has the key None.
 
-Shapes: T = tokens of one rank, E = experts.
+Shapes: T = tokens of one rank, E = experts, R = ranks.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench.point import BALANCED, ROUTING, CaseSpec, Point
@@ -23,6 +27,9 @@ from moe_ep_bench.policies.contract import check_inputs
 from moe_ep_bench.workload.batch import balanced_scores
 
 T = TypeVar("T")
+# Of a batch's tokens, which are routed again and again: bytes for each score, as drawn and as balanced, as layers make
+# them, and the top-k of both.
+_SCORE_BYTES, _KEPT_BYTES = 18, 5 * 2**27
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +70,8 @@ class Tokens:
         """What a policy sees: what the layer makes of its logits, else scores as they are."""
         if self.score_function is None:
             return self.workload_scores_TE
-        return scores_from_logits(self.logits_TE, self.score_function)
+        # Logits are not kept: few ask for them.
+        return scores_from_logits(logits_from_scores(self.workload_scores_TE, self.score_function), self.score_function)
 
     @cached_property
     def of_scores(self) -> ScoreMetrics:
@@ -107,7 +115,7 @@ class Tokens:
     def _cut(self, num_parts: int) -> list[Tokens]:
         of_tokens = {name: getattr(self.context, name) for name in ("token_mask_T", "request_id_T", "modality_T")}
         cut = {name: value.tensor_split(num_parts) for name, value in of_tokens.items() if value is not None}
-        return [
+        parts = [
             replace(
                 self,
                 number=number,
@@ -116,6 +124,11 @@ class Tokens:
             )
             for number, workload_scores_TE in enumerate(self.workload_scores_TE.tensor_split(num_parts))
         ]
+        for name in ("scores_TE", "top_k_TE"):  # row by row the same
+            if (whole := getattr(self, name)) is not None:
+                for part, values in zip(parts, whole.tensor_split(num_parts), strict=True):
+                    part.__dict__[name] = values
+        return parts
 
 
 def tokens(
@@ -136,3 +149,80 @@ def tokens(
     function = None if point.backend == ROUTING else point.model.score_function
     first = None if point.tokens_R is None else int(point.tokens_R[:rank].sum())
     return Tokens(layer, batch, rank, context, made.scores_TE.to(device), function, first=first)
+
+
+class Batches:
+    """Tokens of a point's batches on all ranks, and what the model's own top-k makes of them.
+
+    Args:
+        device: holds tokens.
+        few: only so many of each rank's tokens; None = all.
+    """
+
+    def __init__(self, point: Point, device: torch.device, few: int | None = None) -> None:
+        self._point, self._device, self._few = point, device, few
+        self._lock, self._kept, self._kept_bytes = threading.Lock(), dict[tuple[int | None, int, int], Tokens](), 0
+        self._counts: dict[int, NDArray[np.int64]] = {}
+
+    def serves(self, point: Point) -> bool:
+        """Whether another point has the same batches, as points that differ in their overlap do."""
+        return point.workloads is self._point.workloads and point.backend == self._point.backend
+
+    def tokens(self, layer: int | None, batch: int, rank: int) -> Tokens:
+        """A rank's tokens of a batch in a layer; those of the last batches are kept on the host, as far as they fit."""
+        key = layer, batch, rank
+        if (kept := self._kept.get(key)) is not None:
+            return kept
+        made = tokens(self._point, layer, batch, rank, self._device, self._few)
+        if batch >= 0 and self._device.type == "cpu":  # Earlier batches are counted once.
+            self._keep(key, made)
+        return made
+
+    def _keep(self, key: tuple[int | None, int, int], made: Tokens) -> None:
+        """Keep tokens in place of those of other batches, the first ones first."""
+        num_bytes = _bytes_of(made)
+        with self._lock:
+            others = (other for other in list(self._kept) if other[:2] != key[:2])
+            while self._kept_bytes + num_bytes > _KEPT_BYTES and (other := next(others, None)) is not None:
+                self._kept_bytes -= _bytes_of(self._kept.pop(other))
+            if self._kept_bytes + num_bytes <= _KEPT_BYTES:
+                self._kept[key], self._kept_bytes = made, self._kept_bytes + num_bytes
+
+    def for_every_rank(self, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
+        """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
+
+        In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
+        tokens of one rank at a time.
+        """
+        self._point.workloads[layer].solve(batch)  # before threads ask for it
+        ranks, num_threads = range(self._point.world_size), torch.get_num_threads()
+
+        @torch.inference_mode()
+        def of_rank(rank: int) -> T:
+            return function(self.tokens(layer, batch, rank))
+
+        torch.set_num_threads(1)
+        try:
+            if self._device.type != "cpu":
+                return list(map(of_rank, ranks))
+            with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                return list(pool.map(of_rank, ranks))
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def native_counts(self, batch: int) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, padding's too: int64 [R, E]."""
+        if batch not in self._counts:
+
+            def counts_of(tokens: Tokens) -> NDArray[np.int64]:
+                top_k_TE = tokens.top_k_TE
+                if top_k_TE is None:
+                    top_k_TE = chosen_experts(tokens.scores_TE, replace(tokens.context, token_mask_T=None))
+                return top_k_TE.sum(dim=0).cpu().numpy()
+
+            self._counts[batch] = np.array(self.for_every_rank(counts_of, None, batch))
+        return self._counts[batch]
+
+
+def _bytes_of(tokens: Tokens) -> int:
+    return _SCORE_BYTES * tokens.workload_scores_TE.numel()

@@ -197,7 +197,7 @@ def _route_case(
         routing = router.chosen(case, tokens, stats_MSE)
         return routing.map_TE, case_metrics(case, routing, tokens, point.ranks_per_node)
 
-    map_TE, row = routed() if case.policy is not None else tokens.once("native", routed)
+    map_TE, row = routed() if case.policy is not None else tokens.once(("native", point.ranks_per_node), routed)
     row, where = row | {"layer": point.row_layer(tokens.layer)}, (map_TE, tokens.rank, point.ranks_per_node)
     if not slots.is_contiguous:
         row |= slots.metrics(*where)

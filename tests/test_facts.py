@@ -127,3 +127,21 @@ def test_families_sweeps_and_order_are_of_settings_whatever_labels_say(
     monkeypatch.setattr(words, "label_parts", other)
     assert look() == expected
     assert (expected[1].count("1 spare"), expected[1].count("2.0")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], ""),
+        (["A, EP 8", None, "A, EP 8"], "A, EP 8"),
+        (
+            ["A, EP 8, peak load 1", "A, EP 8, peak load 2", "A, EP 8, peak load 4"],
+            "A, EP 8, peak load 1 / peak load 2 / peak load 4",
+        ),
+        (["A, 1, z", "A, 2, z", "A, 3, z", "A, 4, z"], "A, 1 / 2 more / 4, z"),
+        (["A, z", "A, 2, z"], "A, z / A, 2, z"),
+        (["a", "b"], "a / b"),
+    ],
+)
+def test_what_titles_share_is_said_once(values: list[str | None], expected: str) -> None:
+    assert words.said_once(values) == expected

@@ -5,6 +5,7 @@ Tables, figures, answers and the page print them. Nothing reads them: a decision
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -247,11 +248,24 @@ def ran_on_words(run: RunFacts, facts: ComparisonFacts, *, in_short: bool = Fals
 
 
 def said_once(values: Iterable[str | None]) -> str:
-    """What comparisons share is said once; of many the first and the last."""
+    """What comparisons share is said once, part by part between commas; of many the first and the last."""
     different = list(dict.fromkeys(value for value in values if isinstance(value, str)))
-    if len(different) > 2:
-        different[1:-1] = [f"{len(different) - 2} more"]
-    return " / ".join(different)
+    if len(different) < 2:
+        return "".join(different)
+    parts = [value.split(", ") for value in different]
+    start = _shared_start(parts)
+    end = _shared_start([part[len(start) :][::-1] for part in parts])[::-1]
+    own = [", ".join(part[len(start) : len(part) - len(end)]) for part in parts]
+    if "" in own:
+        start, own, end = [], different, []
+    if len(own) > 3:
+        own[1:-1] = [f"{len(own) - 2} more"]
+    return ", ".join([*start, " / ".join(own), *end])
+
+
+def _shared_start(lists: Sequence[Sequence[str]]) -> list[str]:
+    """What all lists begin with."""
+    return [first for first, *_ in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*lists, strict=False))]
 
 
 # ---- devices and links that are not here -----------------------------------------------------------------------------

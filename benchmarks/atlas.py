@@ -32,6 +32,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from moe_ep_bench.analysis.advice import costs_answers
 from moe_ep_bench.analysis.style import INK, MUTED
 from moe_ep_bench.models import load_model
 
@@ -162,10 +163,21 @@ def rows_of(question: Question, answer: Answer, work: Path) -> Iterator[dict[str
             "whole_speedup": _of_whole(pick, native),
             "dropped_share": pick["dropped_share"] if pick else 0.0,
             "extra_gib_per_rank": pick["extra_gib_per_rank"] if pick else None,
+            **_lossy(one),
             "experts": "measured elsewhere" if facts["expert_rows"] else "modelled",
             "exchange": "measured elsewhere" if facts["exchange"] else "modelled",
             "why": None,
+            "commit": run["environment"]["git_commit"][:8],
         }
+
+
+def _lossy(answer: dict[str, Any]) -> dict[str, Any]:
+    """The fastest candidate within the bounds that drops or reroutes, beside a pick that does neither."""
+    lossy = answer["beside"] if answer["pick"] else answer["fastest"]
+    if lossy is None or not costs_answers(lossy["missing_share"], lossy["retained_mass"]):
+        return dict.fromkeys(("lossy", "lossy_speedup", "lossy_dropped_share"))
+    share = round(lossy["dropped_share"], 3)
+    return {"lossy": lossy["label"], "lossy_speedup": round(lossy["speedup"], 3), "lossy_dropped_share": share}
 
 
 def kind_of(policy: str) -> str:

@@ -68,15 +68,23 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
         folder.mkdir(parents=True)
         times = {"median_ms": 2.0, "fullest_rank": 1.5, "whole": {"ms": 30.0}}
         drops = {"case_id": "a", "label": "token_drop", "speedup": 1.25, "low": 1.2, "high": 1.3, "whole": {"ms": 25.0}}
-        drops |= {"dropped_share": 0.05, "extra_gib_per_rank": None}
+        drops |= {"dropped_share": 0.05, "missing_share": 0.05, "retained_mass": 0.98, "extra_gib_per_rank": None}
+        replicates = {**drops, "case_id": "b", "whole": None, "missing_share": 0.0, "retained_mass": 1.0}
         answers = [
             {"point": {"workload.peak_load": peak}, "comparison_id": "c", "native": times, "pick": pick}
-            for peak, pick in ((6.0, drops), (None, None), (2.5, {**drops, "case_id": "b", "whole": None}))
+            | {"beside": beside, "fastest": fastest}
+            for peak, pick, beside, fastest in (
+                (6.0, drops, replicates, None),
+                (None, None, None, replicates),
+                (2.5, replicates, drops, None),
+            )
         ]
         (folder / "advice.json").write_text(json.dumps({"answers": answers}))
         cases = {"a": {"policy": "token_drop"}, "b": {"policy": "eplb"}}
         facts = {"c": {"expert_rows": None, "exchange": {"copies": "rank"}}}
-        (folder / "run.json").write_text(json.dumps({"comparisons": facts, "cases": cases}))
+        (folder / "run.json").write_text(
+            json.dumps({"comparisons": facts, "cases": cases, "environment": {"git_commit": "a" * 40}})
+        )
         return 0, ""
 
     question = atlas.Question("deepseek-v3", "H100", "decode")
@@ -88,6 +96,8 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
     assert rows["traffic"].tolist() == ["balanced", "typical", "hard"]
     assert rows["kind"].tolist() == ["nothing", "replicate", "drop"]
     assert rows["whole_speedup"].tolist()[2] == 1.2
+    assert rows["lossy_dropped_share"].fillna(-1).tolist() == [-1, 0.05, -1], "beside a pick that loses none, alone"
+    assert rows["commit"].eq("aaaaaaaa").all()
     assert rows["exchange"].eq("measured elsewhere").all()
     refused = atlas.ask(atlas.Question("kimi-k2", "B200", "prefill"), tmp_path, lambda _: (2, "x: no such links"))
     (row,) = atlas.rows_of(atlas.Question("kimi-k2", "B200", "prefill"), refused, tmp_path)

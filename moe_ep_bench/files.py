@@ -116,18 +116,26 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: expected text in UTF-8, got byte 0x{byte:02x} at position {error.start}") from None
 
 
-def parse_json(text: bytes | str, where: object) -> Any:
-    """A JSON value.
+def parse_json(text: bytes | str, where: object, *, unique: bool = False) -> Any:
+    """A JSON value; ``unique`` takes no key twice, of which ``json`` would take the last.
 
     Raises:
         ValueError: one line that begins with ``where``.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except ValueError as error:
         start = text[:40].decode(errors="replace") if isinstance(text, bytes) else text[:40]
         words = brief(start) if text else "nothing"
         raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{brief(name, quoted=False)} stands here twice")
+    return dict(pairs)
 
 
 def read_json(path: Path) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,12 @@ from refusals import refusal
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
-from moe_ep_bench.quality.checkpoint import Choice
 from moe_ep_bench.serving import LIMIT, POLICY, RECORD, Settings, check_config, settings
+from moe_ep_bench.serving import recorder as recording
 from moe_ep_bench.serving import vllm as plugin
-from moe_ep_bench.serving.step import COUNTS, Recorder, Step, StepRouter, into_slots, moe_layer
-from moe_ep_bench.workload.trace import open_trace
+from moe_ep_bench.serving.recorder import Recorder
+from moe_ep_bench.serving.step import COUNTS, Step, StepRouter, into_slots, moe_layer
+from moe_ep_bench.workload.trace import UNFINISHED, open_trace, trace_info
 
 EXPERTS, TOP_K = 16, 4
 FACTS: dict[str, dict[str, Any]] = {
@@ -92,6 +95,19 @@ def test_topk_leaves_every_bit_of_a_router_in_bfloat16(family: str) -> None:
     assert (count["tokens"], count["dropped"], count["pairs"]) == (512, 0, 512 * TOP_K)
 
 
+def test_counts_that_no_policy_comes_to_are_an_error() -> None:
+    layer, logits_TE = layer_of("qwen"), logits(dtype=torch.float32)
+    weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
+    for spec in ({"name": "topk"}, {"name": "pruned", "k0": 1}):
+        router = StepRouter(make_policy(spec), [layer], 1, "cpu", ("prefill", "decode"))
+        router.route(0, layer.choice(logits_TE, ids_TK), weights_TK, ids_TK, step_of(64))
+        assert router.problem() is None
+        router.counts_LC[0, COUNTS.index("mass")] *= 4.6
+        assert "of the top-k's mass kept, expected at most 1" in router.problem()
+        router.counts_LC[0, COUNTS.index("dropped")] += 3
+        assert ("topk changed 3 of 256 top-k pairs" in router.problem()) == (spec["name"] == "topk")
+
+
 @pytest.mark.parametrize("family", FACTS)
 @pytest.mark.parametrize(
     "spec",
@@ -110,7 +126,7 @@ def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[s
     choice = layer.choice(logits_TE, ids_TK)
     router = StepRouter(policy, [layer], 1, "cpu")
     found_TE = dense(*router.route(0, choice, weights_TK, ids_TK, step))
-    acts_T = step.acting(policy.acts_in)
+    acts_T, _ = step.acting(policy.acts_in)
     assert acts_T.any()
     acting = choice.scores_TE[acts_T]
     context = layer.context(1)
@@ -152,9 +168,32 @@ def test_a_choice_is_of_the_rows_that_a_strided_view_shows(family: str) -> None:
     for of_view, of_rows in zip(layer.choice(view_TE, ids_TK), layer.choice(logits_TE, ids_TK), strict=True):
         assert torch.equal(of_view, of_rows)
     _, misread_TK = routed_by_vllm(family, view_TE.as_strided(logits_TE.shape, (EXPERTS, 1)))
-    assert f"{family}: ids_TK: expected the {TOP_K} best experts by the logits" in refusal(
-        layer.choice, logits_TE, misread_TK
-    )
+    told = refusal(layer.choice, logits_TE, misread_TK)
+    assert f"{family}: ids_TK: expected the {TOP_K} best experts by the logits, [" in told
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_experts_that_contradict_nearly_equal_scores_are_refused_by_row(family: str) -> None:
+    """Of a router whose scores hardly differ a wrong choice costs no mass, and is wrong all the same."""
+    logits_TE, layer = logits(8, dtype=torch.float32) * 1e-3, layer_of(family)
+    _, ids_TK = routed_by_vllm(family, logits_TE)
+    best = sorted(ids_TK[5].tolist())
+    ids_TK[5] = torch.tensor([expert for expert in range(EXPERTS) if expert not in best][:TOP_K])
+    told = refusal(layer.choice, logits_TE, ids_TK)
+    assert f"best experts by the logits, {best}, got {ids_TK[5].tolist()} of token 5" in told
+    ids_TK[5] = torch.tensor([best[0], *best[:3]])
+    assert f"got {best[:3]} of token 5" in refusal(layer.choice, logits_TE, ids_TK)
+
+
+def test_a_choice_among_keys_that_are_equal_but_for_rounding_is_the_routers() -> None:
+    """A large bias swallows the last places of scores, by which kernels differ."""
+    bias_E = torch.full((EXPERTS,), 5.0)
+    layer = moe_layer("biased", 0, 0, EXPERTS, TOP_K, scoring_func="sigmoid", e_score_correction_bias=bias_E)
+    logits_TE = torch.linspace(-1e-6, 1e-6, EXPERTS).repeat(2, 1)
+    ids_TK = torch.arange(5, 5 + TOP_K).repeat(2, 1)
+    choice = layer.choice(logits_TE, ids_TK)
+    assert torch.equal((choice.scores_TE + bias_E).topk(TOP_K, dim=1).indices.sort().values, ids_TK)
+    assert float((choice.scores_TE - 0.5).abs().max()) < 1e-5
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12))
@@ -237,8 +276,8 @@ def test_tokens_follow_the_runners_order_of_requests() -> None:
     )
     worker = SimpleNamespace(model_runner=SimpleNamespace(input_batch=batch), device="cpu")
     scheduled = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 2})
-    name_T, _, position_T, is_prompt_T = plugin._Computed(worker, scheduled).tokens
-    assert name_T.tolist() == ["b", "b", "a", "a", "a"]
+    names, request_T, position_T, is_prompt_T = plugin._Computed(worker, scheduled).tokens
+    assert [names[request] for request in request_T] == ["b", "b", "a", "a", "a"]
     assert position_T.tolist() == [7, 8, 0, 1, 2]
     assert is_prompt_T.tolist() == [True, False, True, True, True]
 
@@ -249,69 +288,97 @@ def test_tokens_follow_the_runners_order_of_requests() -> None:
 class Played:
     """Steps of made-up requests, as a server computes them, and what was recorded of them."""
 
-    def __init__(self, folder: Path, most_bytes: int = 2**30) -> None:
-        self.said: list[str] = []
-        self.random, self.tokens = np.random.default_rng(0), []
-        layers = [moe_layer("toy", number, 0, EXPERTS, TOP_K) for number in (1, 3)]
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.said: list[tuple[int, str]] = []
+        self.random, self.tokens = torch.Generator().manual_seed(0), []
+        self.layers = [moe_layer("toy", number, 0, EXPERTS, TOP_K) for number in (1, 3)]
         facts = {"model": "toy", "source": "test"}
-        self.seconds = iter(range(100, 10**6, 2))
-        told = facts, ["toys"], most_bytes, self.said.append
-        self.recorder = Recorder(folder, layers, *told, clock=self.seconds.__next__)
+        told = facts, ["toys"], options.pop("most_bytes", 2**30), lambda *line: self.said.append(line)
+        self.recorder = Recorder(folder, self.layers, *told, **{"clock": iter(range(100, 10**6, 2)).__next__} | options)
 
     def step(self, *pieces: tuple[str, int, int, bool]) -> None:
         """Compute pieces (request, first position, tokens, whether they are a prompt's)."""
-        names = [name for name, _, count, _ in pieces for _ in range(count)]
+        names = [name for name, *_ in pieces]
+        request_T = np.arange(len(pieces)).repeat([count for *_, count, _ in pieces])
         position_T = np.concatenate([np.arange(first, first + count) for _, first, count, _ in pieces])
         is_prompt_T = np.concatenate([np.full(count, is_prompt) for *_, count, is_prompt in pieces])
         layers = []
         for place in range(2):
-            full_TE = self.random.dirichlet(np.ones(EXPERTS), len(names)).astype(np.float32)
-            ids_TK = np.argsort(-full_TE, axis=1)[:, :TOP_K]
-            choice = Choice(torch.from_numpy(full_TE), torch.empty(0))
-            self.recorder.add(place, choice, torch.from_numpy(ids_TK.astype(np.int32)))
-            layers.append((full_TE, ids_TK))
+            logits_TE = torch.randn(len(request_T), EXPERTS, generator=self.random)
+            ids_TK = logits_TE.topk(TOP_K, dim=1).indices
+            self.recorder.add(place, logits_TE, ids_TK.int())
+            layers.append((logits_TE.softmax(dim=1).numpy(), ids_TK.numpy()))
         self.tokens += [
-            (name, int(position), bool(is_prompt), [(full[token], ids[token]) for full, ids in layers])
-            for token, (name, position, is_prompt) in enumerate(zip(names, position_T, is_prompt_T, strict=True))
+            (names[request], int(position), bool(is_prompt), [(full[token], ids[token]) for full, ids in layers])
+            for token, (request, position, is_prompt) in enumerate(zip(request_T, position_T, is_prompt_T, strict=True))
         ]
-        self.recorder.end_step(names, position_T, is_prompt_T)
+        self.recorder.end_step(names, request_T, position_T, is_prompt_T)
 
 
 COUNTED = (("prefill", 12), ("decode", 3))
 
 
-def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+@pytest.mark.parametrize("part_bytes", [2**26, 1], ids=["one part", "a part a step"])
+def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path, part_bytes: int) -> None:
+    played = Played(tmp_path, part_bytes=part_bytes)
     played.step(("a", 0, 5, True), ("b", 0, 3, True))
     played.step(("b", 3, 1, False), ("a", 5, 4, True))  # a prompt in chunks
     played.step(("a", 9, 1, False), ("b", 4, 1, False))
+    assert (tmp_path / UNFINISHED).exists()
     played.recorder.close()
     for phase, expected in (("prefill", [("a", 9), ("b", 3)]), ("decode", [("a", 1), ("b", 2)])):
         trace = open_trace(tmp_path / f"{phase}.safetensors")
         kept = sorted(
             (entry for entry in played.tokens if entry[2] == (phase == "prefill")), key=lambda entry: entry[:2]
         )
+        assert len(trace.parts) == (1 if part_bytes > 1 else 2)
         assert np.diff(trace.start_S).tolist() == [count for _, count in expected]
         assert trace.metadata["phase"] == phase
         assert trace.metadata["source_layers"] == "1,3"
         for layer in range(2):
-            np.testing.assert_array_equal(trace.read_full_scores(layer), [entry[3][layer][0] for entry in kept])
+            np.testing.assert_allclose(trace.read_full_scores(layer), [entry[3][layer][0] for entry in kept], rtol=1e-6)
             np.testing.assert_array_equal(trace.read_layer(layer)[0], [entry[3][layer][1] for entry in kept])
-    assert played.said == [f"wrote {tmp_path}/{phase}.safetensors: {count} tokens" for phase, count in COUNTED]
+    parts = 1 if part_bytes > 1 else 2
+    written = [f"wrote {tmp_path}/{phase}.safetensors: {count} tokens in {parts} parts" for phase, count in COUNTED]
+    assert [line for _, line in played.said] == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.safetensors", "prefill.safetensors"]
 
 
-def test_what_is_computed_again_counts_once(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+def test_a_part_is_written_when_its_time_is_over_and_nobody_asks(tmp_path: Path) -> None:
+    played = Played(tmp_path, part_s=0.05)
     played.step(("a", 0, 5, True))
-    played.step(("a", 2, 4, True))  # set back to position 2
+    deadline = time.monotonic() + 20
+    while not (path := tmp_path / "prefill.safetensors" / "00000.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert open_trace(path).num_tokens == 5
+    assert "the recorder goes on, or was killed" in trace_info(tmp_path / "prefill.safetensors")
     played.recorder.close()
-    trace = open_trace(tmp_path / "prefill.safetensors")
-    assert trace.num_tokens == 6
-    assert trace.metadata["note"] == "toys; 3 tokens that came again left out"
-    np.testing.assert_array_equal(
-        trace.read_layer(0)[0], [entry[3][0][1] for entry in played.tokens[:5] + played.tokens[-1:]]
-    )
+    assert "the recorder goes on" not in trace_info(tmp_path / "prefill.safetensors")
+
+
+def test_what_is_computed_again_counts_once(tmp_path: Path) -> None:
+    for part_bytes in (2**26, 1):
+        folder = tmp_path / str(part_bytes)
+        folder.mkdir()
+        played = Played(folder, part_bytes=part_bytes)
+        played.step(("a", 0, 5, True))
+        played.step(("a", 2, 4, True))  # set back to position 2
+        played.recorder.close()
+        trace = open_trace(folder / "prefill.safetensors")
+        assert trace.num_tokens == 6
+        assert trace.metadata["note"] == "toys; 3 tokens that came again left out"
+        np.testing.assert_array_equal(
+            trace.read_layer(0)[0], [entry[3][0][1] for entry in played.tokens[:5] + played.tokens[-1:]]
+        )
+
+
+def test_prefixes_that_the_cache_answered_are_named(tmp_path: Path) -> None:
+    played = Played(tmp_path, part_bytes=1)
+    played.step(("a", 0, 5, True), ("b", 16, 2, True))
+    played.step(("c", 32, 1, True))
+    played.recorder.close()
+    note = open_trace(tmp_path / "prefill.safetensors").metadata["note"]
+    assert note == "toys; the prefix cache answered the first 48 tokens of 2 prompts"
 
 
 def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
@@ -323,8 +390,9 @@ def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
     assert np.diff(open_trace(tmp_path / "prefill.safetensors").start_S).tolist() == [5, 3]
 
 
-def test_a_request_has_the_time_of_the_first_step_that_served_it(tmp_path: Path) -> None:
-    played = Played(tmp_path)
+@pytest.mark.parametrize("part_bytes", [2**26, 1], ids=["one part", "a part a step"])
+def test_a_request_has_the_time_of_the_first_step_that_served_it(tmp_path: Path, part_bytes: int) -> None:
+    played = Played(tmp_path, part_bytes=part_bytes)
     played.step(("b", 0, 5, True))
     played.step(("a", 0, 3, True), ("b", 5, 1, False))
     played.recorder.forget(["b"])
@@ -335,24 +403,100 @@ def test_a_request_has_the_time_of_the_first_step_that_served_it(tmp_path: Path)
     assert arrivals["decode"].tolist() == [2, 4], "prompt and generated tokens of a request came with it"
 
 
-def test_recording_ends_at_its_limit_and_the_server_goes_on(tmp_path: Path) -> None:
-    played = Played(tmp_path, most_bytes=4000)
-    for position in range(0, 400, 8):
+def test_requests_stand_in_the_order_in_which_they_came_to_the_server(tmp_path: Path) -> None:
+    played = Played(tmp_path, part_bytes=1)
+    played.recorder.arrive({"late": 101.5, "early": 100.5})
+    played.step(("late", 0, 2, True))
+    played.step(("early", 0, 3, True), ("unknown", 0, 1, True))
+    played.recorder.close()
+    trace = open_trace(tmp_path / "prefill.safetensors")
+    assert trace.arrival_S.tolist() == [0.5, 1.5, 4]
+    assert np.diff(trace.start_S).tolist() == [3, 2, 1]
+
+
+def test_steps_wait_for_the_disk_when_the_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most_held, write = [], Recorder._write
+
+    def slow(recorder: Recorder, *args: Any) -> None:
+        most_held.append(recorder._num_held())
+        time.sleep(0.01)
+        write(recorder, *args)
+
+    monkeypatch.setattr(Recorder, "_write", slow)
+    played = Played(tmp_path, most_bytes=4000, part_bytes=1000)
+    for position in range(0, 160, 8):
+        played.step(("a", position, 8, True))  # 1,280 bytes
+    played.recorder.close()
+    trace = open_trace(tmp_path / "prefill.safetensors")
+    assert (trace.num_tokens, len(trace.parts)) == (160, 20)
+    assert max(most_held) <= 4000 + 1280
+    assert [level for level, _ in played.said] == [logging.WARNING, logging.INFO], "the waiting is said once"
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), KeyError("a defect")])
+def test_a_disk_that_is_full_ends_the_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    played = Played(tmp_path, part_bytes=1)
+    played.step(("a", 0, 8, True))
+    while not played.recorder._num_parts["prefill"] or played.recorder._full:
+        time.sleep(0.01)
+    monkeypatch.setattr(Recorder, "_write", mock.Mock(side_effect=problem))
+    for position in range(8, 80, 8):
         played.step(("a", position, 8, True))
     played.recorder.close()
-    assert "recording ended at its limit" in played.said[-1]
-    assert open_trace(tmp_path / "prefill.safetensors").num_tokens == 32  # 160 bytes each
-    assert not played.recorder.is_open
+    assert played.said == [(logging.ERROR, f"recording ended, its last part is lost, serving goes on: {problem}")]
+    assert open_trace(tmp_path / "prefill.safetensors").num_tokens == 8
+    assert (tmp_path / UNFINISHED).exists()
 
 
-def test_a_disk_that_is_full_loses_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_little_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(tmp_path)
-    monkeypatch.setattr(Recorder, "_write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(recording, "LEAST_FREE_BYTES", 2**80)
     played.step(("a", 0, 8, True))
     played.recorder.close()
-    played.recorder.close()
-    played.step(("a", 8, 8, True))
-    assert played.said == ["recording lost: [Errno 28] No space left on device"]
+    ((level, line),) = played.said
+    assert level == logging.ERROR
+    assert "expected a disk with 1 GiB free" in line
+
+
+def test_a_contradiction_names_the_layer_and_its_row(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    logits_TE = torch.randn(3, EXPERTS, generator=torch.Generator().manual_seed(1))
+    ids_TK = logits_TE.topk(TOP_K, dim=1).indices
+    wrong_TK = torch.where(torch.tensor([[False], [True], [False]]), (-logits_TE).topk(TOP_K, dim=1).indices, ids_TK)
+    played.layers[1] = moe_layer("second", 3, 0, EXPERTS, TOP_K)
+    played.recorder.add(0, logits_TE, ids_TK)
+    played.recorder.add(1, logits_TE, wrong_TK)
+    told = refusal(played.recorder.end_step, ["a"], np.zeros(3, np.int64), np.arange(3), np.ones(3, bool))
+    assert "second: ids_TK: expected the 4 best experts" in told
+    assert "of token 1" in told
+
+
+def test_requests_are_told_when_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NewRequestData:
+        @classmethod
+        def from_request(cls, request: Any, block_ids: int) -> Any:
+            return SimpleNamespace(req_id=request.request_id, block_ids=block_ids)
+
+    plugin._wrap(NewRequestData, "from_request", plugin._from_request)
+    request = SimpleNamespace(request_id="a", arrival_time=12.5)
+    monkeypatch.setattr(plugin, "_session", plugin.Session())
+    assert not hasattr(NewRequestData.from_request(request, block_ids=3), plugin._ARRIVAL)
+    monkeypatch.setattr(plugin, "_session", plugin.Session(Settings(directory=Path("x"))))
+    new = NewRequestData.from_request(request, block_ids=3)
+    assert (getattr(new, plugin._ARRIVAL), new.block_ids) == (12.5, 3)
+
+
+def test_a_server_that_ended_ahead_of_its_recorder_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin._say_unfinished(tmp_path)
+    assert not caplog.records
+    (tmp_path / UNFINISHED).touch()
+    plugin._say_unfinished(tmp_path)
+    assert caplog.records[0].levelname == "ERROR"
+    assert "the last part of" in caplog.text
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -366,6 +510,7 @@ def test_settings_come_from_the_variables(tmp_path: Path) -> None:
     assert session.acts_in == ("prefill", "decode")
     assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
     assert settings({POLICY: '{"name": "oea", "k0": 3}'}).acts_in == ("decode",)
+    assert settings({RECORD: "r", LIMIT: ""}).most_bytes == 2**32, "an empty variable says nothing"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +520,9 @@ def test_settings_come_from_the_variables(tmp_path: Path) -> None:
         ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
         ({POLICY: "policy.yaml"}, f"{POLICY}: expected JSON"),
         ({POLICY: "3"}, f"{POLICY}: expected a policy's name and fields, got 3"),
+        ({POLICY: '{"name": "topk", "name": "oea"}'}, f"{POLICY}: expected JSON"),
+        ({POLICY: '{"name": "topk", "acts_in": ["decode", "decode"]}'}, f"{POLICY}: acts_in: expected a list"),
+        ({POLICY: '{"name": "topk", "acts_in": ["decode", []]}'}, f"{POLICY}: acts_in: expected a list"),
         ({RECORD: "r", LIMIT: "nan"}, f"{LIMIT}: expected more than 0, got nan"),
         ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: could not convert string to float: 'much'"),
     ],
@@ -442,8 +590,17 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: di
 
 
 def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "prefill.safetensors").touch()
+    (tmp_path / "prefill.safetensors").mkdir()
     assert "expected a folder without" in refusal(check_config, config_of(), settings({RECORD: str(tmp_path)}))
+
+
+def test_a_folder_is_tried_before_the_engine_starts(tmp_path: Path) -> None:
+    check_config(config_of(), settings({RECORD: str(tmp_path / "new" / "one")}))
+    assert (tmp_path / "new" / "one").is_dir()
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/below")):
+        told = refusal(check_config, config_of(), settings({RECORD: str(folder)}))
+        assert told.startswith(f"{RECORD} {folder}: "), told
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,57 @@ def test_texts_stand_in_the_order_of_their_times_where_these_are_known(tmp_path:
         known = None if None in times else [times[sequence] for sequence in order]
         assert known == (None if trace.arrival_S is None else trace.arrival_S.tolist())
         assert ("arrivals over 3.2 s" in " ".join(trace_info(trace.path).split())) == (times == (3.5, 0.25, 1.0))
+
+
+# ---- a folder of parts -----------------------------------------------------------------------------------------------
+
+
+def cut(folder: Path, *at: int, times: bool = True) -> tuple[Path, Path]:
+    """A recording as one file, and in parts that hold its tokens in another order of sequences."""
+    tensors, facts = trace_parts(full=True)
+    length, first = len(tensors["position"]), tensors["sequence_id"]
+    came = {sequence: float(place) for place, sequence in enumerate(np.unique(first).tolist())}
+    whole = {**tensors, "arrival_s": np.array(list(came.values()))} if times else tensors
+    parts = folder / "prefill.safetensors"
+    parts.mkdir()
+    for number, (begin, end) in enumerate(zip((0, *at), (*at, length), strict=True)):
+        kept = np.arange(begin, end)
+        kept = kept[np.argsort(-first[kept], kind="stable")]
+        part = {name: values[:, kept] if values.ndim > 1 else values[kept] for name, values in tensors.items()}
+        if times:
+            sequences = part["sequence_id"]
+            part["arrival_s"] = np.array([came[one] for one in dict.fromkeys(sequences.tolist())])
+        write_parts(parts / f"{number:05d}.safetensors", part, {**facts, "note": f"note {number}"})
+    return write_parts(folder / "whole.safetensors", whole, facts), parts
+
+
+@pytest.mark.parametrize("at", [(), (5,), (1, 3, 8, 12)])
+@pytest.mark.parametrize("times", [True, False])
+def test_parts_are_one_recording(at: tuple[int, ...], times: bool, tmp_path: Path) -> None:
+    whole, parts = map(open_trace, cut(tmp_path, *at, times=times))
+    if at:
+        np.testing.assert_array_equal(parts.start_S, whole.start_S)
+        np.testing.assert_array_equal(parts.arrival_S, whole.arrival_S)
+        for layer in range(2):
+            for got, expected in zip(parts.read_layer(layer), whole.read_layer(layer), strict=True):
+                np.testing.assert_array_equal(got, expected)
+            np.testing.assert_array_equal(parts.read_full_scores(layer), whole.read_full_scores(layer))
+    assert parts.num_tokens == whole.num_tokens
+    assert parts.metadata["note"] == f"note {len(at)}", "the last part's"
+    told = trace_info(parts.path)
+    assert f"parts    {len(at) + 1}\n" in told
+    assert f"sha256   {hashlib.sha256(b''.join(part.read_bytes() for part in parts.parts)).hexdigest()}" in told
+
+
+def test_parts_that_are_no_recording_are_refused_in_one_line(tmp_path: Path) -> None:
+    _, parts = cut(tmp_path, 5, 8)
+    assert f"give one of its recordings {parts.name}" in refusal(open_trace, tmp_path)
+    last = parts / "00002.safetensors"
+    write_trace(last, full=True, model="another")
+    assert f"{last}: model: expected 'tiny' as 00000.safetensors has, got 'another'" in refusal(open_trace, parts)
+    write_trace(last, full=False)
+    assert f"{last}: expected the tensors and layers that 00000.safetensors has" in refusal(open_trace, parts)
+    write_trace(last, full=True)  # with tokens that other parts hold
+    assert "expected" in refusal(open_trace, parts)
+    (parts / "00001.safetensors").unlink()
+    assert "expected parts without a gap, 00001.safetensors is missing" in refusal(open_trace, parts)

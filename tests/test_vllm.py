@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -143,9 +145,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("model") / "qwen", "qwen3_moe")
 
 
-def server(model: Path, port: int, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
-    options = ["--port", str(port), "--max-model-len", "128", "--gpu-memory-utilization", "0.1"]
+def server(model: Path, port: int, *options: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    options = ("--port", str(port), "--gpu-memory-utilization", "0.1", *options)
     return subprocess.Popen(
         [*command, *options],
         env={**ENVIRONMENT, **variables},
@@ -153,6 +155,43 @@ def server(model: Path, port: int, **variables: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+EAGER = ("--enforce-eager", "--max-model-len", "128")
+
+
+@contextlib.contextmanager
+def served(model: Path, *options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server that answers, and its port; none is left running."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    child = server(model, port, *options, **variables)
+    try:
+        deadline = time.monotonic() + 400
+        while time.monotonic() < deadline and child.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield child, port
+    finally:
+        if child.poll() is None:
+            child.kill()
+            print(child.communicate()[0][-5000:])
+
+
+def complete(model: Path, port: int, max_tokens: int, **asked: Any) -> dict[str, Any]:
+    """The answer to a prompt of nine words."""
+    asked = {"model": str(model), "prompt": "the quick brown fox jumps over the lazy dog", "temperature": 0} | asked
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(asked | {"max_tokens": max_tokens, "ignore_eos": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +211,12 @@ def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
     if policy.startswith("broken"):
         (tmp_path / "broken.py").write_text("class Mine(:\n")
         policy = json.dumps({"name": f"{tmp_path / policy}"})
-    child = server(model, 0, **{POLICY: policy})
+    assert expected in refused(model, **{POLICY: policy})
+
+
+def refused(model: Path, **variables: str) -> str:
+    """The line with which a server ends its start."""
+    child = server(model, 0, *EAGER, **variables)
     try:
         text, _ = child.communicate(timeout=300)
     finally:
@@ -180,40 +224,26 @@ def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
     lines = [line for line in text.splitlines() if line.startswith("moe-ep-bench: ")]
     assert child.returncode == 2
     assert len(lines) == 1
-    assert expected in lines[0]
     assert lines[0] == text.splitlines()[-1]
     assert "Traceback" not in text
+    return lines[0]
+
+
+def test_a_folder_that_cannot_be_written_ends_the_start_with_one_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below"
+    assert f"{RECORD} {folder}: cannot write" in refused(model, **{RECORD: str(folder)})
 
 
 def test_a_server_records_and_drops_until_it_is_stopped(model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     policy = json.dumps({"name": "token_drop", "capacity_factor": 1.0, "acts_in": ["prefill", "decode"]})
-    child = server(model, port, **{POLICY: policy, RECORD: str(tmp_path / "recorded")})
-    try:
-        deadline = time.monotonic() + 400
-        while time.monotonic() < deadline and child.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        asked = {"model": str(model), "prompt": "the quick brown fox jumps over the lazy dog", "max_tokens": 6}
+    with served(model, *EAGER, **{POLICY: policy, RECORD: str(tmp_path / "recorded")}) as (child, port):
+        ready = time.time()
         for _ in range(2):
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/v1/completions",
-                json.dumps(asked | {"temperature": 0, "ignore_eos": True}).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                usage = json.load(response)["usage"]
+            usage = complete(model, port, 6)["usage"]
+        ended = time.time()
         child.send_signal(signal.SIGTERM)
         text, _ = child.communicate(timeout=200)
-    finally:
-        if child.poll() is None:
-            child.kill()
-            print(child.communicate()[0][-5000:])
     assert "serving under token_drop capacity_factor=1.0 in prefill and decode, 2 MoE layers, top-4 of 64" in text
     assert "dropping saves no time here" in text
     assert "all layers: " in text
@@ -221,4 +251,32 @@ def test_a_server_records_and_drops_until_it_is_stopped(model: Path, tmp_path: P
     decode = open_trace(tmp_path / "recorded" / "decode.safetensors")
     assert (prefill.num_tokens, decode.num_tokens) == (2 * usage["prompt_tokens"], 2 * 5)
     assert prefill.metadata["note"] == "served under token_drop capacity_factor=1.0"
-    assert not list((tmp_path / "recorded").glob(".*"))
+    assert sorted(path.name for path in (tmp_path / "recorded").iterdir()) == [
+        "decode.safetensors",
+        "prefill.safetensors",
+    ]
+    first, second = prefill.arrival_S
+    assert 0 < first < second
+    assert second - first < ended - ready, "arrivals are those at the server"
+
+
+def test_a_server_that_kills_its_worker_loses_the_last_part_alone(model: Path, tmp_path: Path) -> None:
+    """One request that needs longer than the server waits, after a minute of answers."""
+    recorded = tmp_path / "recorded"
+    options = ("--enforce-eager", "--max-model-len", "32768", "--shutdown-timeout", "1")
+    with served(model, *options, **{RECORD: str(recorded)}) as (child, port):
+        usage = complete(model, port, 6)["usage"]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            endless = pool.submit(complete, model, port, 32000)
+            deadline = time.monotonic() + 90
+            while not list(recorded.glob("decode.safetensors/0*")) and time.monotonic() < deadline:
+                time.sleep(1)
+            child.send_signal(signal.SIGTERM)
+            text, _ = child.communicate(timeout=60)
+            assert endless.exception() is not None
+    (error,) = [line for line in text.splitlines() if "moe-ep-bench" in line and "ERROR" in line]
+    assert f"the last part of {recorded} is lost, at most a minute" in error
+    prefill, decode = (open_trace(recorded / f"{phase}.safetensors") for phase in ("prefill", "decode"))
+    assert prefill.num_tokens == 2 * usage["prompt_tokens"]
+    assert decode.num_tokens > 5 + 100
+    assert (recorded / "unfinished").exists()

@@ -183,8 +183,8 @@ def _one_line(what: str) -> Iterator[None]:
 
 _ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
-# Of the best scores' sum, what a router that rounds to bfloat16 may fall short of it by.
-_ROUNDING = 2**-6
+# Units in the last place of its best key by which kernels may round an expert's score or a group's sum differently.
+_ROUNDING = 4 * 2**-23
 
 
 class Choice(NamedTuple):
@@ -265,41 +265,49 @@ class MoELayer:
         """The router's choice, from its logits and expert ids.
 
         A router in bfloat16 gives many experts equal scores, and ``torch.topk`` breaks ties as it likes. The experts
-        that it took among equals are shown ahead by one unit in the last place.
+        that it took among equals are shown ahead by one unit in the last place, or by a few where scores with a bias or
+        sums of groups are equal but for rounding. Then their top-k is the router's choice.
 
         Raises:
-            ValueError: scores that are no numbers, or expert ids that contradict them by more than rounding.
+            ValueError: scores that are no numbers, or expert ids that contradict them: a kernel that read other logits
+                chose them.
         """
         scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
         if not bool(scores_TE.isfinite().all()):
             raise UserError(f"{self.name}: scores_TE: expected finite numbers, got others")
         own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
-        tied_T = (top_k_map(scores_TE, self.context(1)) != own_TE).any(dim=1)
-        if bool(tied_T.any()):
-            self._check_own(scores_TE, own_TE)
-            ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
-            scores_TE = torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)
+        if len(token_U := self._undecided(scores_TE, own_TE)):
+            scores_TE[token_U] = self._ahead(scores_TE[token_U], own_TE[token_U], token_U)
         return Choice(scores_TE, own_TE)
 
-    def _check_own(self, scores_TE: Tensor, own_TE: Tensor) -> None:
-        """Refuse experts that are not the best by these scores: a kernel that read other logits chose them.
-
-        Of groups those count that the router took experts from, because rounding may decide between groups too.
-        """
-        keys_TE = preference(scores_TE, self.context(1))
+    def _undecided(self, scores_TE: Tensor, own_TE: Tensor) -> Tensor:
+        """Tokens of which an expert that was not chosen scores as much as one that was; of groups, all: int64 [U]."""
         if self.groups is not None:
-            own_TGe = own_TE.unflatten(1, (self.groups[0], -1))
-            is_taken_TE = own_TGe.any(dim=2, keepdim=True).expand_as(own_TGe).flatten(1)
-            keys_TE = keys_TE.masked_fill(~is_taken_TE, -torch.inf)
-        best_TK = keys_TE.topk(self.top_k, dim=1).values
-        lacks_T = best_TK.sum(dim=1) - torch.where(own_TE, keys_TE, 0).sum(dim=1)
-        wrong_T = lacks_T > _ROUNDING * best_TK.abs().sum(dim=1)
-        if bool(wrong_T.any()):
-            token = int(wrong_T.int().argmax())
-            raise UserError(
-                f"{self.name}: ids_TK: expected the {self.top_k} best experts by the logits, got "
-                f"{brief(own_TE[token].nonzero().flatten().tolist())} of token {token}: the router read other logits"
-            )
+            return torch.arange(len(scores_TE), device=scores_TE.device)
+        keys_TE = preference(scores_TE, self.context(1))
+        least_T = keys_TE.masked_fill(~own_TE, torch.inf).amin(dim=1)
+        is_clear_T = least_T > keys_TE.masked_fill(own_TE, -torch.inf).amax(dim=1)
+        return (~is_clear_T | (own_TE.sum(dim=1) != self.top_k)).nonzero().flatten()
+
+    def _ahead(self, scores_UE: Tensor, own_UE: Tensor, token_U: Tensor) -> Tensor:
+        """Scores whose top-k is the router's choice, which may lift an expert by rounding and no more."""
+        context = self.context(1)
+        wrong_U = (top_k_map(scores_UE, context) != own_UE).any(dim=1)
+        if not bool(wrong_U.any()):
+            return scores_UE
+        rounding_U1 = _ROUNDING * preference(scores_UE, context).abs().amax(dim=1, keepdim=True)
+        for ahead_UE in (torch.nextafter(scores_UE, torch.full_like(scores_UE, torch.inf)), scores_UE + rounding_U1):
+            scores_UE = torch.where(wrong_U.unsqueeze(1) & own_UE, ahead_UE, scores_UE)
+            best_UE = top_k_map(scores_UE, context)
+            wrong_U = (best_UE != own_UE).any(dim=1)
+            if not bool(wrong_U.any()):
+                return scores_UE
+        row = int(wrong_U.int().argmax())
+        best, got = (brief(of_row.nonzero().flatten().tolist()) for of_row in (best_UE[row], own_UE[row]))
+        raise UserError(
+            f"{self.name}: ids_TK: expected the {self.top_k} best experts by the logits, {best}, got {got} of token "
+            f"{int(token_U[row])}: the router read other logits"
+        )
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:

@@ -1,8 +1,8 @@
 """Inside vLLM: what the plugin is asked for, and the servers in which it cannot be honoured.
 
 ==============================  =======================================================================================
-``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``step.Recorder``)
-``MOE_EP_BENCH_RECORD_GIB``     how much that may be, 4 unless said otherwise
+``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``recorder``)
+``MOE_EP_BENCH_RECORD_GIB``     how much may wait in memory to be written, 4 unless said otherwise
 ``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON; with ``acts_in``, a list of ``prefill`` and
                                 ``decode``, in place of the policy's own
 ==============================  =======================================================================================
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import parse_json
+from moe_ep_bench.files import make_folder, parse_json
 from moe_ep_bench.policies import Policy, make_policy
 
 if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing need not wait.
@@ -46,8 +46,9 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
     if not (spec or directory):
         return None
     with naming(LIMIT):
-        if not (most_bytes := float(environment.get(LIMIT, "4")) * 2**30) > 0:
-            raise UserError(f"expected more than 0, got {environment[LIMIT]}")
+        limit = environment.get(LIMIT, "").strip() or "4"
+        if not (most_bytes := float(limit) * 2**30) > 0:
+            raise UserError(f"expected more than 0, got {limit}")
     policy, acts_in = _policy(spec) if spec else (None, ())
     path = Path(directory).absolute() if directory else None
     return Settings(policy=policy, acts_in=acts_in, directory=path, most_bytes=most_bytes)
@@ -55,7 +56,7 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
 
 def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
     """A policy and the phases in which it acts."""
-    values = parse_json(spec, POLICY)
+    values = parse_json(spec, POLICY, unique=True)
     with naming(POLICY):
         if not isinstance(values, dict):
             raise UserError(f"expected a policy's name and fields, got {spec}")
@@ -63,13 +64,14 @@ def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
         policy = make_policy(values)
         if acts_in is None:
             return policy, policy.acts_in
-        if not isinstance(acts_in, list) or not acts_in or not set(map(str, acts_in)) <= set(_PHASES):
-            raise UserError(f"acts_in: expected a list of {' and '.join(_PHASES)}, got {acts_in!r}")
+        is_list = isinstance(acts_in, list) and acts_in
+        if not is_list or sorted(map(str, acts_in)) != [phase for phase in sorted(_PHASES) if phase in acts_in]:
+            raise UserError(f"acts_in: expected a list of {' and '.join(_PHASES)}, each once, got {acts_in!r}")
         return policy, tuple(acts_in)
 
 
 def check_config(config: Any, asked: Settings) -> None:
-    """Refuse a server in which the plugin cannot do what it says.
+    """Refuse a server in which the plugin cannot do what it says; make the folder of recordings.
 
     Raises:
         ValueError: one line that says what to change.
@@ -92,7 +94,7 @@ def check_config(config: Any, asked: Settings) -> None:
         (parallel.enable_eplb, "replicas have no place in a policy's ranks; start without --enable-eplb"),
         (parallel.data_parallel_size > 1, "ranks see their own tokens alone; use --tensor-parallel-size"),
         (
-            asked.directory is not None and any(asked.directory.glob("*.safetensors")),
+            asked.directory is not None and asked.directory.is_dir() and any(asked.directory.glob("*.safetensors")),
             f"{RECORD}: {asked.directory}: expected a folder without recordings",
         ),
     ):
@@ -106,6 +108,12 @@ def check_config(config: Any, asked: Settings) -> None:
         layer = moe_layer("router", 0, 0, num_experts=num_experts, top_k=top_k)
         with naming(POLICY):
             check_policy(asked.policy, [layer], num_ranks(config))
+    if asked.directory is not None:
+        from moe_ep_bench.serving.recorder import check_room
+
+        make_folder(asked.directory, RECORD)
+        with naming(RECORD):
+            check_room(asked.directory)
 
 
 def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> None:

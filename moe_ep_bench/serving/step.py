@@ -1,4 +1,4 @@
-"""Route the tokens of one step of a server by a policy, in the K slots a token that its kernels have; and record steps.
+"""Route the tokens of one step of a server by a policy, in the K slots a token that its kernels have.
 
 The server's own router goes first. What it chose stays, to the bit, wherever the policy leaves a token its own top-k:
 a router in bfloat16 ties (its ``torch.topk`` breaks ties as it likes) and rounds its weights, and neither is a policy's
@@ -11,27 +11,20 @@ Shapes: T = tokens of a step, E = experts, K = top_k, L = MoE layers.
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.experts import seeded_generator
-from moe_ep_bench.models import ModelSpec, shares
-from moe_ep_bench.policies import Policy, Routing
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies import Policy, Routing, TopK
 from moe_ep_bench.quality.checkpoint import Choice, MoELayer
 from moe_ep_bench.quality.routed import PolicyRouter
-from moe_ep_bench.workload.trace import written_trace
 
 # Arguments of vLLM's router factory that make scores unknown to policies, and their names in messages.
 _UNKNOWN_ROUTERS = {
@@ -41,6 +34,8 @@ _UNKNOWN_ROUTERS = {
     "bias_vl": "a selection bias for images",
     "num_fused_shared_experts": "shared experts fused into the routed ones",
 }
+# Of a sum of scores in float64, whose terms are float32.
+_MASS_ROUNDING = 1e-5
 COUNTS = ("steps", "tokens", "pairs", "dropped", "rerouted", "own_mass", "mass", "own_activated", "activated")
 
 
@@ -91,10 +86,14 @@ class Step:
 
     request_T: Tensor
     is_prompt_T: Tensor
+    _acting: dict[tuple[str, ...], tuple[Tensor, int]] = field(default_factory=dict)
 
-    def acting(self, acts_in: Sequence[str]) -> Tensor:
-        """Which tokens a policy decides on that acts in these phases: bool [T]."""
-        return (self.is_prompt_T & ("prefill" in acts_in)) | (~self.is_prompt_T & ("decode" in acts_in))
+    def acting(self, acts_in: tuple[str, ...]) -> tuple[Tensor, int]:
+        """Which tokens a policy decides on that acts in these phases, bool [T], and how many."""
+        if acts_in not in self._acting:
+            acts_T = (self.is_prompt_T & ("prefill" in acts_in)) | (~self.is_prompt_T & ("decode" in acts_in))
+            self._acting[acts_in] = acts_T, int(acts_T.sum())
+        return self._acting[acts_in]
 
 
 class StepRouter:
@@ -114,7 +113,7 @@ class StepRouter:
         acts_in: Sequence[str] | None = None,
     ) -> None:
         self.layers, self.num_ranks = layers, num_ranks
-        self.acts_in = policy.acts_in if acts_in is None else acts_in
+        self.acts_in = tuple(policy.acts_in if acts_in is None else acts_in)
         self.router = PolicyRouter(policy)
         self.generator = seeded_generator(torch.device(device), 0)
         self.counts_LC = torch.zeros(len(layers), len(COUNTS), dtype=torch.float64, device=device)
@@ -124,36 +123,55 @@ class StepRouter:
     ) -> tuple[Tensor, Tensor]:
         """Weights and expert ids [T, K] of a layer, in the types of the router's own."""
         layer, (scores_TE, own_TE) = self.layers[place], choice
-        acts_T = step.acting(self.acts_in)
+        acts_T, num_acting = step.acting(self.acts_in)
+        if not num_acting:
+            return weights_TK, ids_TK
         context = replace(
             layer.context(self.num_ranks),
-            token_mask_T=None if bool(acts_T.all()) else acts_T,
+            token_mask_T=None if num_acting == len(acts_T) else acts_T,
             request_id_T=step.request_T,
             generator=self.generator,
         )
         (routing,) = self.router.route(layer, [scores_TE], [context])
-        map_TE = torch.where(acts_T.unsqueeze(1), routing.map_TE, own_TE)
-        self._count(place, scores_TE, own_TE, map_TE, acts_T)
-        is_topk_T = (map_TE == own_TE).all(dim=1)  # which has the model's weights, by ``laws.law_weights``
-        return into_slots(Routing(map_TE, routing.weights_TE), ~acts_T | is_topk_T, weights_TK, ids_TK)
+        # A token with its own top-k has the model's weights, by ``laws.law_weights``.
+        differs_T = (routing.map_TE != own_TE).any(dim=1) & acts_T
+        is_own = not bool(differs_T.any())
+        map_TE = own_TE if is_own else torch.where(differs_T.unsqueeze(1), routing.map_TE, own_TE)
+        self._count(place, scores_TE, own_TE, map_TE, acts_T, num_acting)
+        if is_own:
+            return weights_TK, ids_TK
+        return into_slots(Routing(map_TE, routing.weights_TE), ~differs_T, weights_TK, ids_TK)
 
-    def _count(self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor) -> None:
-        acting_T1 = acts_T.unsqueeze(1)
-        missing_T, added_T = (own_TE & ~map_TE).sum(dim=1), (map_TE & ~own_TE).sum(dim=1)
-        rerouted_T = torch.minimum(missing_T, added_T)
-        self.counts_LC[place] += torch.stack(
-            [
-                acts_T.any(),
-                acts_T.sum(),
-                (own_TE & acting_T1).sum(),
-                (missing_T - rerouted_T).sum(),
-                rerouted_T.sum(),
-                (scores_TE * (own_TE & acting_T1)).sum(dtype=torch.float64),
-                (scores_TE * (map_TE & acting_T1)).sum(dtype=torch.float64),
-                own_TE.any(dim=0).sum() * acts_T.any(),
-                map_TE.any(dim=0).sum() * acts_T.any(),
-            ]
-        ).to(self.counts_LC)
+    def _count(
+        self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor, num_acting: int
+    ) -> None:
+        def of(chosen_TE: Tensor) -> list[Tensor]:
+            """Mass of the acting tokens, and experts activated by all."""
+            acting_TE = chosen_TE if num_acting == len(acts_T) else chosen_TE & acts_T.unsqueeze(1)
+            return [scores_TE.masked_fill(~acting_TE, 0).sum(dtype=torch.float64), chosen_TE.any(dim=0).sum()]
+
+        own = found = of(own_TE)
+        dropped = rerouted = torch.zeros_like(own[1])
+        if map_TE is not own_TE:
+            missing_T, added_T = (own_TE & ~map_TE).sum(dim=1), (map_TE & ~own_TE).sum(dim=1)
+            rerouted_T = torch.minimum(missing_T, added_T)
+            dropped, rerouted, found = (missing_T - rerouted_T).sum(), rerouted_T.sum(), of(map_TE)
+        top_k = self.layers[place].top_k
+        known = self.counts_LC.new_tensor([1, num_acting, num_acting * top_k])
+        self.counts_LC[place, :3] += known
+        self.counts_LC[place, 3:] += torch.stack([dropped, rerouted, own[0], found[0], own[1], found[1]])
+
+    def problem(self) -> str | None:
+        """What no policy may come to, and this one did: its counts cannot be right."""
+        total_C = self.counts_LC.sum(dim=0)
+        count = dict(zip(COUNTS, total_C.tolist(), strict=True))
+        if isinstance(self.router.policy, TopK) and (changed := count["dropped"] + count["rerouted"]):
+            return f"topk changed {changed:,.0f} of {count['pairs']:,.0f} top-k pairs, expected none"
+        # With a bias or groups the top-k are not the best scores.
+        is_best = all(not layer.spec.selection_bias and layer.groups is None for layer in self.layers)
+        if is_best and count["mass"] > count["own_mass"] * (1 + _MASS_ROUNDING):
+            return f"{count['mass'] / count['own_mass']:.4f} of the top-k's mass kept, expected at most 1"
+        return None
 
     def report(self) -> str:
         """Counts of the policy so far, over all layers."""
@@ -198,86 +216,3 @@ def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Te
         torch.where(keeps_T1, weights_TK, found_TK.to(weights_TK)),
         torch.where(keeps_T1, ids_TK, expert_TK.to(ids_TK)),
     )
-
-
-@dataclass(eq=False)
-class Recorder:
-    """Records what a server's routers choose: ``moe-trace-v1`` files with the scores of all experts.
-
-    Steps wait in memory until the server stops or the limit is reached. Then prompts and generated tokens are written
-    each to a file of their own, ``prefill.safetensors`` and ``decode.safetensors``. A server that is killed loses them.
-
-    Attributes:
-        directory: of the files.
-        facts: metadata of both files: model and source.
-        notes: what a user of them should know.
-        most_bytes: held in memory; then recording ends.
-        say: receives a line for each file, and at the end.
-        clock: seconds, from any start; a request's time is that of the first step that serves it.
-    """
-
-    directory: Path
-    layers: Sequence[MoELayer]
-    facts: dict[str, str]
-    notes: Sequence[str]
-    most_bytes: float
-    say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.is_open = True
-        self._num_bytes = 0
-        self._began_s = self.clock()
-        self._arrival_s: list[float] = []  # by sequence
-        self._requests: defaultdict[str, int] = defaultdict(itertools.count().__next__)
-        self._step: dict[int, tuple[NDArray[np.float32], NDArray[np.integer]]] = {}
-        self._steps: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], Any]] = []
-
-    def add(self, place: int, choice: Choice, ids_TK: Tensor) -> None:
-        """Add what a layer, the layers' ``place``, chose in the step."""
-        self._step[place] = shares(choice.scores_TE).cpu().numpy(), ids_TK.cpu().numpy()
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Requests that ended: who has such a name from now on is another."""
-        for name in names:
-            self._requests.pop(name, None)
-
-    def end_step(self, request_T: Sequence[str], position_T: NDArray[np.int64], is_prompt_T: NDArray[np.bool_]) -> None:
-        """Complete a step; ``request_T`` has the server's names of the requests."""
-        step, self._step = self._step, {}
-        if not self.is_open:
-            return
-        sequence_T = np.array([self._requests[name] for name in request_T], np.int64)
-        now_s = self.clock() - self._began_s
-        self._arrival_s += [now_s] * (int(sequence_T.max(initial=-1)) + 1 - len(self._arrival_s))  # of new ones
-        self._steps.append((sequence_T, position_T, is_prompt_T, step))
-        self._num_bytes += sum(full_TE.nbytes + ids_TK.nbytes for full_TE, ids_TK in step.values())
-        if self._num_bytes >= self.most_bytes:
-            self.close()
-            self.say(f"recording ended at its limit of {self.most_bytes / 2**30:.3g} GiB; serving goes on")
-
-    def close(self) -> None:
-        """Write what was recorded, once; what cannot be written is lost, not the server."""
-        if self.is_open:
-            try:
-                for phase in ("prefill", "decode"):
-                    self._write(phase)
-            except (OSError, ValueError) as problem:
-                self.say(f"recording lost: {problem}")
-        self.is_open, self._steps = False, []
-
-    def _write(self, phase: str) -> None:
-        asked = [is_prompt_T == (phase == "prefill") for _, _, is_prompt_T, _ in self._steps]
-        if not any(is_asked_T.any() for is_asked_T in asked):
-            return
-        path = self.directory / f"{phase}.safetensors"
-        with written_trace(path, self.directory) as writer:
-            self.layers[0].describe(writer, phase=phase, domain="requests of a server", **self.facts)
-            writer.notes += self.notes
-            for sequence, seconds in enumerate(self._arrival_s):
-                writer.add_arrival(sequence, seconds)
-            for kept_T, (sequence_T, position_T, _, step) in zip(asked, self._steps, strict=True):
-                for place, (full_TE, ids_TK) in step.items():
-                    writer.add(self.layers[place].number, ids_TK[kept_T], None, phase, full_TE=full_TE[kept_T])
-                writer.add_tokens(sequence_T[kept_T], position_T[kept_T], phase)
-        self.say(f"wrote {path}: {writer.num_tokens:,} tokens")

@@ -16,7 +16,9 @@ Shapes: T = tokens of a step, E = experts, K = top_k.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -25,12 +27,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ep_bench import __version__
 from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
 RELEASE = "0.32"
 _SHUTDOWN_S = 120
+# What a request that is scheduled first gets from its scheduler: when it came, seconds since the epoch.
+_ARRIVAL = "moe_ep_bench_arrival_s"
 logger = logging.getLogger("vllm.moe_ep_bench")
 
 
@@ -81,9 +86,11 @@ def _hooks() -> None:
     """Wrap what vLLM calls, once a process; each wrapper asks the session whether there is anything to do."""
     from vllm.engine import arg_utils
     from vllm.model_executor.layers.fused_moe import layer as moe
+    from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu_worker import Worker
 
     define_operation()
+    _wrap(NewRequestData, "from_request", _from_request)
     _wrap(arg_utils.EngineArgs, "create_engine_config", _create_engine_config)
     _wrap(moe, "create_fused_moe_router", _create_router)
     _wrap(Worker, "load_model", _load_model)
@@ -114,7 +121,8 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
             return inner(*args, **kwargs)
         return wrapper(inner, *args, **kwargs)
 
-    setattr(owner, name, outer)
+    # What is bound to its class already, a class method, gets no class ahead of its arguments.
+    setattr(owner, name, staticmethod(outer) if inspect.ismethod(inner) else outer)
 
 
 def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,12 +131,41 @@ def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) 
         check_config(config, _session.asked)
     except UserError as problem:
         _end(problem)
+    if isinstance(config.additional_config, dict):
+        # A part of the key of torch.compile's cache: what was compiled without the operation must not come back.
+        config.additional_config = config.additional_config | {"moe_ep_bench": _key(_session.asked)}
     if not config.shutdown_timeout:
         # Else vLLM kills its workers with what waits to be written. Requests are then served to their end, too.
         config.shutdown_timeout = _SHUTDOWN_S
-        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_SHUTDOWN_S))
         logger.info("moe-ep-bench: --shutdown-timeout is %d, in which recordings are completed", _SHUTDOWN_S)
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_SHUTDOWN_S))
+    if _session.asked.directory is not None:
+        atexit.register(_say_unfinished, _session.asked.directory)
     return config
+
+
+def _key(asked: Settings) -> dict[str, Any]:
+    """What compiled code may depend on."""
+    policy = None if asked.policy is None else [label_of(asked.policy), *asked.acts_in]
+    return {"version": __version__, "policy": policy}
+
+
+def _say_unfinished(directory: Path) -> None:
+    """Say at a server's end that its worker was killed before the recorder was closed."""
+    from moe_ep_bench.workload.trace import UNFINISHED
+
+    if (directory / UNFINISHED).exists():
+        logger.error(
+            "moe-ep-bench: the server ended ahead of its recorder: the last part of %s is lost, at most a minute; "
+            "give --shutdown-timeout more seconds",
+            directory,
+        )
+
+
+def _from_request(inner: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    new = inner(request, *args, **kwargs)
+    setattr(new, _ARRIVAL, request.arrival_time)
+    return new
 
 
 def _create_router(inner: Callable[..., Any], **told: Any) -> Any:
@@ -203,24 +240,27 @@ def _bind(worker: Any) -> None:
             shape,
         )
     if asked.directory is not None and worker.rank == 0:
-        asked.directory.mkdir(parents=True, exist_ok=True)
+        from moe_ep_bench.serving.recorder import Recorder
+
         facts = {"model": Path(model.model).name, "source": f"vLLM {vllm.__version__}, plugin of moe-ep-bench"}
-        session.recorder = step.Recorder(
+        session.recorder = Recorder(
             asked.directory,
             session.layers,
             facts,
             [] if asked.policy is None else [f"served under {label_of(asked.policy)}"],
             asked.most_bytes,
-            lambda line: logger.info("moe-ep-bench: %s", line),
+            lambda level, line: logger.log(level, "moe-ep-bench: %s", line),
         )
-        limit = asked.most_bytes / 2**30
-        say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, asked.directory, limit)
+        atexit.register(session.recorder.close)  # an engine in a user's own process is not shut down
+        say("moe-ep-bench: recording %s to %s", shape, asked.directory)
 
 
 def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
     session = _session
     if session.recorder is not None:
         session.recorder.forget(scheduled.finished_req_ids)
+        came = {new.req_id: getattr(new, _ARRIVAL, None) for new in scheduled.scheduled_new_reqs}
+        session.recorder.arrive({name: seconds for name, seconds in came.items() if seconds is not None})
     if not scheduled.total_num_scheduled_tokens or session.step is not None:
         return inner(worker, scheduled, *args, **kwargs)
     session.step, session.num_routed = _Computed(worker, scheduled), 0
@@ -231,8 +271,7 @@ def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args
             logger.error("moe-ep-bench: %s: a fused kernel or a graph chose the experts", problem)
             raise RuntimeError(problem)
         if session.recorder is not None:
-            name_T, _, position_T, is_prompt_T = session.step.tokens
-            session.recorder.end_step(name_T.tolist(), position_T, is_prompt_T)
+            session.recorder.end_step(*session.step.tokens)
     finally:
         session.step = None
     return result
@@ -244,6 +283,8 @@ def _shutdown(inner: Callable[..., Any], worker: Any) -> Any:
         session.recorder.close()
     if session.step_router is not None:
         logger.info("moe-ep-bench: %s", session.step_router.report())
+        if problem := session.step_router.problem():
+            logger.error("moe-ep-bench: these answers are not the policy's: %s", problem)
     session.step_router = session.recorder = None
     return inner(worker)
 
@@ -255,8 +296,8 @@ class _Computed:
         self.worker, self.scheduled = worker, scheduled
 
     @functools.cached_property
-    def tokens(self) -> tuple[Any, Any, Any, Any]:
-        """Request name and number of each token, its position, and whether a prompt holds it.
+    def tokens(self) -> tuple[list[str], Any, Any, Any]:
+        """Names of the step's requests, and of each token its request's place, position, and whether a prompt holds it.
 
         Known when the first router is called: the runner orders requests after the step has begun.
         """
@@ -269,7 +310,7 @@ class _Computed:
         first_B = batch.num_computed_tokens_cpu[: len(names)].astype(np.int64)
         position_T = np.arange(count_B.sum()) - (count_B.cumsum() - count_B - first_B)[request_T]
         is_prompt_T = position_T < batch.num_prompt_tokens[: len(names)][request_T]
-        return np.array(names)[request_T], request_T, position_T, is_prompt_T
+        return names, request_T, position_T, is_prompt_T
 
     @functools.cached_property
     def step(self) -> Any:
@@ -294,10 +335,10 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
         raise UserError(f"expected the {num_tokens} tokens of a step in each MoE layer, got {len(logits)}")
     out_weights, out_ids = weights.clone(), ids.clone()
     real = slice(num_tokens)  # what is beyond fills up the batch
-    choice = session.layers[index].choice(logits[real], ids[real])
     if session.recorder is not None and session.recorder.is_open:
-        session.recorder.add(index, choice, ids[real])
+        session.recorder.add(index, logits[real], ids[real])
     if session.step_router is not None:
+        choice = session.layers[index].choice(logits[real], ids[real])
         routed = session.step_router.route(index, choice, weights[real], ids[real], computed.step)
         out_weights[real], out_ids[real] = routed
     return out_weights, out_ids

@@ -12,8 +12,12 @@ arrival_s      float64 [S]               optional: when each text came, in secon
 =============  ========================  =====================================================
 
 Texts stand in the order in which they came: by ``arrival_s`` where times are known, else as their source has them.
-Times are those at which a server received requests; of a server's recorder those of the first step that served them,
-for vLLM's workers know no others. ``replay`` makes windows in time of the order.
+Times are those at which a server received requests, or where it does not say, of the first step that served them.
+``replay`` makes windows in time of the order.
+
+A recording may also be a folder of *parts*, ``00000.safetensors`` and so on, as a server's recorder writes them. Each
+is such a file, and a text may go on from part to part. ``open_trace`` joins them: texts and tokens stand as in one
+file, and the last part's note is that of all. While ``../unfinished`` exists, later parts may come, or were lost.
 
 String metadata is ``format``, ``model``, ``num_experts`` (at most 1,024), ``top_k``, ``score``, ``phase``, ``domain``,
 ``source`` and ``licence``. ``score`` says what the scores are:
@@ -50,6 +54,8 @@ FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
 FULL_SCORES, ARRIVAL = "full_scores", "arrival_s"
 OPTIONAL = {FULL_SCORES, ARRIVAL}
+# Names of a part, and of a file beside a folder of parts whose recorder has not ended, or was killed.
+PART, UNFINISHED = "{:05d}.safetensors", "unfinished"
 # Axes (L = layers), and types as safetensors and numpy name them; ids of more than 256 experts take the second. In a
 # file wide ones come first, so that each is aligned.
 TENSORS = {
@@ -86,6 +92,10 @@ class Trace:
     """Whether the scores of all experts were recorded, not of the top-k alone."""
     arrival_S: NDArray[np.float64] | None = None
     """When each text came, seconds from any start; None = not recorded."""
+    parts: tuple[Path, ...] = ()
+    """The files; one alone is the recording itself."""
+    order_T: NDArray[np.int64] | None = None
+    """Where each token stands in the parts, one after the other; None = in this order."""
 
     @property
     def scores_are_normalised(self) -> bool:
@@ -128,11 +138,14 @@ class Trace:
     def _read(self, layer: int, name: str) -> NDArray[Any]:
         if not 0 <= layer < self.num_layers:
             raise UserError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        with _opened(self.path) as file:
-            return np.asarray(file.get_slice(name)[layer])
+        blocks = []
+        for part in self.parts:
+            with _opened(part) as file:
+                blocks.append(np.asarray(file.get_slice(name)[layer]))
+        return blocks[0] if self.order_T is None else np.concatenate(blocks)[self.order_T]
 
     def sha256(self) -> str:
-        return sha256_of([self.path])
+        return sha256_of(self.parts)
 
 
 def sha256_of(paths: Sequence[Path]) -> str:
@@ -188,13 +201,77 @@ def find_problem(
 
 
 def open_trace(path: str | Path) -> Trace:
-    """Open a recording and check its header.
+    """Open a recording, a file or a folder of parts, and check its header.
 
     Raises:
-        ValueError: no such file, not a whole safetensors file, or not ``moe-trace-v1``; the message names the
-            file and what is wrong.
+        ValueError: no such file, not a whole safetensors file, or not ``moe-trace-v1``, or parts that are missing or
+            of different recordings; the message names the file and what is wrong.
     """
     path = Path(path)
+    parts = _parts(path) if path.is_dir() else (path,)
+    contents = [_read_content(part) for part in parts]
+    first, last = contents[0], contents[-1]
+    for part, content in zip(parts, contents, strict=True):
+        for name in (*METADATA, "source_layers"):
+            expected, got = (of.metadata.get(name) for of in (first, content))
+            if got != expected:
+                raise UserError(f"{part}: {name}: expected {expected!r} as {parts[0].name} has, got {got!r}")
+        of_parts = [(of.sizes["L"], of.has_full_scores, of.arrival_S is None) for of in (first, content)]
+        if of_parts[0] != of_parts[1]:
+            raise UserError(f"{part}: expected the tensors and layers that {parts[0].name} has")
+    order_T, sequence_T, position_T, arrival_S = None, first.sequence_T, first.position_T, first.arrival_S
+    if len(parts) > 1:
+        sequence_T, position_T = (
+            np.concatenate([getattr(content, name) for content in contents]) for name in ("sequence_T", "position_T")
+        )
+        arrivals: dict[int, float] = {}
+        for part, content in zip(parts, contents, strict=True):
+            start_S = _sequences(part, content.sequence_T, content.position_T)[:-1]
+            if content.arrival_S is not None:
+                arrivals |= zip(content.sequence_T[start_S].tolist(), content.arrival_S.tolist(), strict=True)
+        order_T, arrival_S = order_of(sequence_T, position_T, arrivals)
+        sequence_T, position_T = sequence_T[order_T], position_T[order_T]
+    return Trace(
+        path=path,
+        metadata=last.metadata,
+        num_layers=first.sizes["L"],
+        num_tokens=len(sequence_T),
+        num_experts=first.sizes["E"],
+        top_k=first.sizes["K"],
+        start_S=_sequences(path, sequence_T, position_T),
+        has_full_scores=first.has_full_scores,
+        arrival_S=arrival_S,
+        parts=parts,
+        order_T=order_T,
+    )
+
+
+def _parts(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder of parts; all that were written are there."""
+    names = sorted(path.name for path in folder.glob("[0-9]*.safetensors"))
+    if not names:
+        inside = sorted(path.name for path in folder.iterdir() if (path / PART.format(0)).is_file())
+        choice = f"; give one of its recordings {', '.join(inside)}" if inside else ""
+        raise UserError(f"{folder}: expected a file, got a directory without parts {PART.format(0)}{choice}")
+    for number, name in enumerate(names):
+        if name != PART.format(number):
+            raise UserError(f"{folder}: expected parts without a gap, {PART.format(number)} is missing")
+    return tuple(folder / name for name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """The header of one file, and which tokens it holds."""
+
+    metadata: Mapping[str, str]
+    sizes: Mapping[str, int]
+    has_full_scores: bool
+    sequence_T: NDArray[np.int32]
+    position_T: NDArray[np.int32]
+    arrival_S: NDArray[np.float64] | None
+
+
+def _read_content(path: Path) -> _Content:
     with _opened(path) as file:
         facts, names = file.metadata() or {}, set(file.keys())
         required = set(TENSORS) - OPTIONAL
@@ -218,11 +295,30 @@ def open_trace(path: str | Path) -> Trace:
             if stored.get_dtype() not in dtypes or got != expected or 0 in got:
                 words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
                 raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
-        start_S = _sequences(path, file.get_tensor("sequence_id"), file.get_tensor("position"))
         arrival_S = file.get_tensor(ARRIVAL) if ARRIVAL in names else None
         if arrival_S is not None and not np.isfinite(arrival_S).all():
             raise UserError(f"{path}: {ARRIVAL}: expected finite seconds, got {brief(arrival_S.tolist())}")
-    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, FULL_SCORES in names, arrival_S)
+        tokens = file.get_tensor("sequence_id"), file.get_tensor("position")
+    return _Content(facts, sizes, FULL_SCORES in names, *tokens, arrival_S)
+
+
+def order_of(
+    sequence_T: NDArray[np.integer], position_T: NDArray[np.integer], arrivals: Mapping[int, float]
+) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
+    """The order of tokens in a recording, by their sequence's arrival and by position.
+
+    Args:
+        arrivals: seconds by sequence; where one lacks, sequences stand by their numbers.
+
+    Returns:
+        Indices int64 [T], and the sorted arrivals [S], None where they are not known of all.
+    """
+    came_S, came_T = np.unique(sequence_T, return_inverse=True)
+    arrival_S = np.array([arrivals.get(sequence, np.nan) for sequence in came_S.tolist()])
+    if np.isnan(arrival_S).any():
+        return np.lexsort((position_T, came_T)), None
+    sorted_S = np.argsort(arrival_S, kind="stable")
+    return np.lexsort((position_T, np.argsort(sorted_S)[came_T])), arrival_S[sorted_S]
 
 
 def trace_info(path: Path) -> str:
@@ -235,6 +331,7 @@ def trace_info(path: Path) -> str:
     facts, length_S = trace.metadata, np.diff(trace.start_S)
     rows = {
         "file": path.name,
+        **({"parts": f"{len(trace.parts):,}"} if path.is_dir() else {}),
         "sha256": trace.sha256(),
         "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
         "tokens": f"{trace.num_tokens:,} in {len(length_S):,} sequences of {length_S.min():,} to "
@@ -243,6 +340,8 @@ def trace_info(path: Path) -> str:
         **({} if trace.arrival_S is None else {"arrivals": f"over {np.ptp(trace.arrival_S):,.1f} s"}),
         **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
     }
+    if path.is_dir() and (path.parent / UNFINISHED).exists():
+        rows["end"] = "the recorder goes on, or was killed and lost up to a minute"
     return "\n".join(f"{name:<8} {value}" for name, value in rows.items())
 
 
@@ -395,13 +494,9 @@ class TraceWriter:
         if not (self.num_tokens and layers):
             raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
         sequence_T, position_T = (np.concatenate(self._blocks[name, None]) for name in ("sequence_id", "position"))
-        came_S, came_T = np.unique(sequence_T, return_inverse=True)
-        arrival_S = np.array([self._arrivals.get(sequence, np.nan) for sequence in came_S.tolist()])
-        if not np.isnan(arrival_S).any():
-            sorted_S = np.argsort(arrival_S, kind="stable")
-            came_T = np.argsort(sorted_S)[came_T]
-            self._keep(ARRIVAL, arrival_S[sorted_S])
-        order_T = np.lexsort((position_T, came_T))
+        order_T, arrival_S = order_of(sequence_T, position_T, self._arrivals)
+        if arrival_S is not None:
+            self._keep(ARRIVAL, arrival_S)
         place_T2 = np.stack([sequence_T, position_T], axis=1)[order_T]
         is_first_T = (np.diff(place_T2, axis=0, prepend=-1) != 0).any(axis=1)
         self.left_out["that came again"] += int((~is_first_T).sum())

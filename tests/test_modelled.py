@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_rows import load_device_of_layer
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, outside_moe_us, pass_segments
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, Leg, legs_of
 from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
@@ -124,6 +125,26 @@ def test_an_exchange_in_fp8_brings_its_rows_in_fp8() -> None:
     assert [time_us for phase, time_us in sent if phase == "permute" and time_us] == pytest.approx(
         [sort_us * (0.5 + 1 / 16) / 2, back_us]
     )
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "table:h100_sxm", "table:h200_sxm/vllm"])
+@pytest.mark.parametrize("exchange", [None, "rank"])
+def test_all_ranks_at_once_take_what_each_takes_by_itself(name: str, exchange: str | None) -> None:
+    """Some experts, and some ranks, without rows or tokens."""
+    random, model = np.random.default_rng(1), ModelSpec.named("deepseek-v3")
+    device = load_device_of_layer(name, model, 32, "fp8_block", "rank")
+    received_RL = random.integers(-40, 200, (6, 8)).clip(min=0)
+    received_RL[2] = 0
+    tokens_R = np.array([64, 0, 1, 300, 64, 64])
+    for batch_tokens in (None, 4096):
+        work = RankWork(tokens_R, 8 * tokens_R, received_RL, batch_tokens, num_copies=received_RL.sum(axis=1) // 2)
+        how = {"by_policy": True, "batch_wide": True, "dtype": "fp8_block", "exchange": exchange, "solving_us": 5.0}
+        together = layer_segments(device, model, work, **how)
+        for rank in range(6):
+            alone = layer_segments(device, model, work.of_rank(rank), **how)
+            assert [phase for phase, _ in alone] == [phase for phase, _ in together]
+            times_us = [np.broadcast_to(time_us, 6)[rank] for _, time_us in together]
+            assert times_us == pytest.approx([time_us for _, time_us in alone])
 
 
 def test_the_experts_by_hand() -> None:

@@ -155,8 +155,8 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
                     (took,) = runner.time(running, Step(0, 0, BREAKDOWN, rank))
                 hook.remove()
                 assert waits, f"{case.label}: the host paces no layer in which it waits for its device"
-                assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], case.label
-                modelled = modelled_time(replace(comparison, device=H20), case, traffic, rank)
+                assert [counts_L.tolist() for counts_L in seen] == [of_layer.received_RL[rank].tolist()], case.label
+                modelled = modelled_time(replace(comparison, device=H20), case, traffic)
                 assert took.meetings == modelled.meetings, case.label
                 assert [list(leg) for leg in took.legs] == [list(leg) for leg in modelled.legs], case.label
                 if num_ranks > 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moe_ep_bench.bench.measure import Case, Runner
 from moe_ep_bench.bench.meetings import meeting_us
@@ -26,8 +27,8 @@ from moe_ep_bench.bench.tokens import Batches
 from moe_ep_bench.bench.traffic import Traffic, route_batch
 from moe_ep_bench.config import NO_OVERLAP
 from moe_ep_bench.cost_model.phases import PassWork, RankWork, layer_segments, pass_segments
-from moe_ep_bench.cost_model.timeline import Chain, RankTime, compose, compose_alike, legs_of, median_legs
-from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, phase_key
+from moe_ep_bench.cost_model.timeline import Chain, RankTime, compose, compose_alike, legs_of, side_by_side
+from moe_ep_bench.schema import BESIDE_TOTAL, TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step
 
 
@@ -68,7 +69,11 @@ class EmulatedRanks(Runner):
         raise NotImplementedError
 
     def time(self, case: Case, step: Step) -> list[RankTime]:
-        """Times of one run on one rank, one for each micro-batch."""
+        """Times of one run on one rank, or on all, one for each micro-batch."""
+        raise NotImplementedError
+
+    def taken(self, case: Case) -> list[RankTime]:
+        """What all ranks took of the batch that was timed, from ``self._taken``: of each micro-batch, float64 [R]."""
         raise NotImplementedError
 
     def schedule(self) -> Iterator[Sequence[Step]]:
@@ -82,9 +87,7 @@ class EmulatedRanks(Runner):
             begin = partial(self.begin, self.point.comparison_id)
             traffic = route_batch(self.router, [case.spec for case in self.cases], batch, begin)
             self.traffic = {case.case_id: of_case for case, of_case in zip(self.cases, traffic, strict=True)}
-            self._taken: dict[str, list[list[list[RankTime]]]] = {
-                case.case_id: [[] for _ in range(self.num_ranks)] for case in self.cases
-            }
+            self._taken: dict[str, list[tuple[int, list[RankTime]]]] = {case.case_id: [] for case in self.cases}
             yield self.steps(batch)
             for case in self.cases:
                 self.result.rows[case.case_id] += self.traffic[case.case_id].rows
@@ -92,7 +95,7 @@ class EmulatedRanks(Runner):
                 self._set_side_by_side(case, batch)
 
     def keep(self, case: int, step: Step, times: list[RankTime]) -> None:
-        self._taken[self.cases[case].case_id][step.rank].append(times)
+        self._taken[self.cases[case].case_id].append((step.rank, times))
 
     def finish(self) -> Result:
         """Samples and routing of the cases that are in order."""
@@ -105,58 +108,57 @@ class EmulatedRanks(Runner):
 
     def _set_side_by_side(self, case: Case, batch: int) -> None:
         """Put a case's ranks behind links: the chain of every micro-batch."""
-        taken_R = self._taken[case.case_id]
-        parts = self.traffic[case.case_id].parts(self.point.num_parts)
-        chains = [
-            self._chain([[run[number] for run in runs] for runs in taken_R], part) for number, part in enumerate(parts)
-        ]
+        taken, parts = self.taken(case), self.traffic[case.case_id].parts(self.point.num_parts)
+        chains = [self._chain(times, part) for times, part in zip(taken, parts, strict=True)]
         if self.point.overlap != NO_OVERLAP:
             chains = [chain.with_shared_beside() for chain in chains]
         is_one_of_many = len(chains) > 1 and self.point.scope == "layer"
-        for rank, phases in enumerate((compose_alike if is_one_of_many else compose)(chains)):
-            runs = [run[0] for run in taken_R[rank]]
-            beside = {name: float(np.median([run.beside[name] for run in runs])) for name in runs[0].beside}
-            times = {**phases, **beside}
-            whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
-            self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, rank)
-            self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, rank)
+        times = {**(compose_alike if is_one_of_many else compose)(chains), **taken[0].beside}
+        whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
+        self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, slice(None))
+        self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, slice(None))
 
-    def _chain(self, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> Chain:
-        """A micro-batch's way through all ranks, from the runs of each."""
-        legs_R, link_us, held = [median_legs([run.legs for run in runs]) for runs in times_R], {}, {}
+    def _chain(self, times: RankTime, traffic: Traffic) -> Chain:
+        """A micro-batch's way through all ranks."""
+        link_us: dict[PhaseKey, NDArray[np.float64]] = {}
+        held: dict[PhaseKey, float] = {}
         for layer, of_layer in traffic.layers.items():
             for phase, (time_us, share) in meeting_us(self.point, of_layer).items():
                 link_us[phase_key(layer, phase)], held[phase_key(layer, phase)] = time_us, share
-        return Chain(legs_R, times_R[0][0].meetings, link_us, held)
+        return Chain(times.legs, times.meetings, link_us, held)
 
 
 class ModelledRanks(EmulatedRanks):
-    """Virtual ranks on a device that is not here: nothing runs, and each rank has one run of each batch."""
+    """Virtual ranks on a device that is not here: nothing runs, and a batch is one run of all ranks."""
 
     def steps(self, batch: int) -> list[Step]:
-        return [Step(batch, 0, BREAKDOWN, rank) for rank in range(self.num_ranks)]
+        return [Step(batch, 0, BREAKDOWN)]
 
     def time(self, case: Case, step: Step) -> list[RankTime]:
         parts = self.traffic[case.case_id].parts(self.point.num_parts)
-        return [modelled_time(self.point, case.spec, part, step.rank) for part in parts]
+        return [modelled_time(self.point, case.spec, part) for part in parts]
+
+    def taken(self, case: Case) -> list[RankTime]:
+        ((_, times),) = self._taken[case.case_id]
+        return times
 
 
-def modelled_time(point: Point, case: CaseSpec, traffic: Traffic, rank: int) -> RankTime:
-    """Time of a rank on a modelled device (``cost_model.phases``)."""
+def modelled_time(point: Point, case: CaseSpec, traffic: Traffic) -> RankTime:
+    """Times of all ranks on a modelled device (``cost_model.phases``), float64 [R]."""
     device, model, dtype = point.device, point.model, point.experiment.layer.dtype
     assert device is not None
     if (policy := case.policy) is not None:
         device = device.for_policy(policy.name, model.num_experts)
-    exchange = point.sent_for
+    exchange, num_parts = point.sent_for, point.num_parts
     by_rank = exchange in ("rank", "node")
     layers = {
         layer: RankWork(
-            of_layer.num_tokens_R[rank],
-            int(of_layer.counts_RP[rank].sum()),
-            of_layer.received(rank),
+            np.array(of_layer.num_tokens_R),
+            of_layer.counts_RP.sum(axis=1),
+            of_layer.received_RL,
             sum(of_layer.num_tokens_R),
-            None if of_layer.shared_RR is None else int(of_layer.shared_RR[:, rank].sum()),
-            int(of_layer.copies("rank")[:, rank].sum()) if by_rank else None,
+            None if of_layer.shared_RR is None else of_layer.shared_RR.sum(axis=0),
+            of_layer.copies("rank").sum(axis=0) if by_rank else None,
         )
         for layer, of_layer in traffic.layers.items()
     }
@@ -171,5 +173,9 @@ def modelled_time(point: Point, case: CaseSpec, traffic: Traffic, rank: int) -> 
     }
     if traffic.lengths_R is None:
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
-    work = PassWork(traffic.lengths_R[rank], point.context_length, layers, point.num_parts)
-    return RankTime(*legs_of(pass_segments(device, model, point.num_layers, work, **how)))
+    passes_R = []
+    for rank, lengths in enumerate(traffic.lengths_R):
+        of_rank = {layer: work.of_rank(rank) for layer, work in layers.items()}
+        work = PassWork(lengths, point.context_length, of_rank, num_parts)
+        passes_R.append(legs_of(pass_segments(device, model, point.num_layers, work, **how)))
+    return RankTime(side_by_side([legs for legs, _ in passes_R]), passes_R[0][1])

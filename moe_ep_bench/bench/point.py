@@ -535,12 +535,12 @@ class Point:
 
     @property
     def iterations_per_case(self) -> int:
-        """About how many runs a case takes in one launch: of one real rank, or of all virtual ones."""
+        """About how many runs a case takes in one launch: of a real rank, of all virtual ones by turns or at once."""
         measure = self.experiment.measure
         of_batch = {
             ROUTING: 1,
             RANKS: measure.fewest_rounds + measure.breakdown_iterations,
-            MODELLED: self.ep_size,
+            MODELLED: 1,
             VIRTUAL: measure.fewest_rounds * self.ep_size,
         }[self.backend]
         return of_batch * self.workload.num_batches

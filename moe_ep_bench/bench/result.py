@@ -79,8 +79,8 @@ class Result:
         size = num_ranks, len(self.steps), len(self.columns)
         self.times = {case_id: np.full(size, np.nan) for case_id in cases}
 
-    def keep(self, case_id: str, step: Step, times: Mapping[PhaseKey, float], rank: int = 0) -> None:
-        """Take in one iteration of a case; of a plain one nothing was to be accounted for."""
+    def keep(self, case_id: str, step: Step, times: Mapping[PhaseKey, Any], rank: int | slice = 0) -> None:
+        """Take in one iteration of a case, of a rank or of several; of a plain one nothing was to be accounted for."""
         for name, time_us in times.items():
             if step.kind != PLAIN or name != UNACCOUNTED:
                 self.times[case_id][rank, self.steps[step], self.columns[name]] = time_us

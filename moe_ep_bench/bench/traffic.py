@@ -84,9 +84,10 @@ class LayerTraffic:
         columns = {"rank": "copies_R", "node": "copies_N"}
         return {of: self.stands_for * np.stack([row[column] for row in self.rows_R]) for of, column in columns.items()}
 
-    def received(self, rank: int) -> NDArray[np.int64]:
-        """Rows that arrive at each of a rank's slots: int64 [P / R]."""
-        return self._counts_RRL[:, rank].sum(axis=0)
+    @property
+    def received_RL(self) -> NDArray[np.int64]:  # noqa: N802
+        """Rows that arrive at each of a rank's slots: int64 [R, P / R]."""
+        return self._counts_RRL.sum(axis=0)
 
     @cached_property
     def shared_RR(self) -> NDArray[np.int64] | None:  # noqa: N802

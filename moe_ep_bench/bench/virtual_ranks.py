@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from moe_ep_bench.bench.point import CaseSpec, Point
 from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, route_layer
-from moe_ep_bench.cost_model.timeline import RankTime, legs_of
+from moe_ep_bench.cost_model.timeline import RankTime, legs_of, median_legs, side_by_side
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.layer.passes import Pass
@@ -142,6 +143,16 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         case.unclocked = sorted({*case.unclocked, *places})
         beside = {name: times[name] for name in BESIDE_TOTAL if name in times}
         return [RankTime(*legs_of(recorder.segments_us()), beside)]
+
+    def taken(self, case: Case) -> list[RankTime]:
+        """Runs of each rank together, then ranks side by side."""
+        runs_R = [[times for of, (times,) in self._taken[case.case_id] if of == rank] for rank in range(self.num_ranks)]
+        legs = side_by_side([median_legs([run.legs for run in runs]) for runs in runs_R])
+        beside = {
+            name: np.array([np.median([run.beside[name] for run in runs]) for runs in runs_R])
+            for name in runs_R[0][0].beside
+        }
+        return [RankTime(legs, runs_R[0][0].meetings, beside)]
 
     def _make_tokens(self, batch: int, rank: int) -> dict[int | None, Tokens]:
         """A rank's tokens by layer."""

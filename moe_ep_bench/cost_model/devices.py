@@ -17,7 +17,7 @@ Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -188,18 +188,18 @@ class Device(Preset):
         share = self.arithmetic_efficiency.at(rows, growth=0.0)
         return np.asarray(flops, dtype=np.float64) / (self.bf16_tflops * share * 1e6)
 
-    def work_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
-        """Microseconds of pieces of work that run one after another, without launches.
+    def work_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> NDArray[np.float64]:
+        """Microseconds of work without launches, elementwise.
 
-        Sum over pieces of max(flops / (arithmetic x share at its rows), bytes / (bandwidth x efficiency)).
+        max(flops / (arithmetic x share at its rows), bytes / (bandwidth x efficiency)).
 
         Args:
-            flops: operations of each piece (or of one): 6 x rows x hidden x FFN size for a gated FFN.
-            num_bytes: what each moves through memory: its weights, its rows in and out.
-            rows: of each one's GEMMs.
+            flops: operations: 6 x rows x hidden x FFN size for a gated FFN.
+            num_bytes: what moves through memory: weights, rows in and out.
+            rows: of the GEMMs.
         """
         memory_us = np.asarray(num_bytes, dtype=np.float64) / (self.reached_tbps * 1e6)
-        return float(np.maximum(self.arithmetic_us(flops, rows), memory_us).sum())
+        return np.maximum(self.arithmetic_us(flops, rows), memory_us)
 
     def beside_experts(self, dtype: str, quantized: str) -> Precision:
         """What attention's projections, dense and shared FFNs take in a layer of this dtype (``ModelSpec.quantized``).
@@ -219,14 +219,14 @@ class Device(Preset):
         *,
         num_matrices: int = 3,
         num_tokens: int | None = None,
-    ) -> float:
-        """Microseconds of one pass through a rank's experts: overhead + ``work_us``. No rows take no time.
+    ) -> NDArray[np.float64]:
+        """Microseconds of one pass through a rank's experts: overhead + ``ffn_us``. No rows take no time.
 
         Transformer Engine's own passes come on top (``te_bytes``). Measured times hold sorting rows by expert and
         putting them back too.
 
         Args:
-            rows_L: tokens of each expert.
+            rows_L: tokens of each expert: [..., L], of several ranks at once.
             precision: whose weights may be smaller, and whose arithmetic faster.
             num_matrices: of an expert.
             num_tokens: of all ranks; tables alone ask for them.
@@ -234,41 +234,48 @@ class Device(Preset):
         if self.experts is not None:
             return self.experts.time_us(rows_L, num_tokens)
         rows_L = np.asarray(rows_L, dtype=np.float64)
-        if not (rows_L > 0).any():
-            return 0.0
         experts_us = self.overhead_us + self.ffn_us(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices)
         if self.experts_as == "te":
-            experts_us += self.work_us(0, te_bytes(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices), 1)
-        return experts_us
+            num_bytes = te_bytes(hidden_size, ffn_hidden_size, rows_L, precision, num_matrices)
+            experts_us = experts_us + self.work_us(0, num_bytes, 1)
+        return np.where((rows_L > 0).any(axis=-1), experts_us, 0.0)[()]
 
     def ffn_us(
-        self, hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, precision: Precision, num_matrices: int = 3
-    ) -> float:
-        """Microseconds of FFNs by ``work_us``, whose weights may be smaller and whose arithmetic may be faster."""
-        hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
-        flops, num_bytes, rows = ffn_work(hidden_size, ffn_hidden_size, rows, hidden_bytes, num_matrices)
-        num_bytes = num_bytes - (hidden_bytes - precision.weight_bytes) * weights * (rows > 0)
-        return self.work_us(flops / precision.speed, num_bytes, rows)
+        self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike, precision: Precision, num_matrices: int = 3
+    ) -> NDArray[np.float64]:
+        """Microseconds of FFNs one after another, [..., L] -> [...], by ``work_us``.
 
-    def gate_us(self, num_tokens: int, hidden_size: int, num_experts: int, value_bytes: int) -> float:
-        """Microseconds of tokens [T, D] times weights [D, E]: the larger of the roofline and ``gate_tflops``."""
+        Their weights may be smaller and their arithmetic may be faster.
+        """
+        hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
+        flops, num_bytes, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, hidden_bytes, num_matrices)
+        num_bytes = num_bytes - (hidden_bytes - precision.weight_bytes) * weights * (rows_L > 0)
+        return self.work_us(flops / precision.speed, num_bytes, rows_L).sum(axis=-1)
+
+    def gate_us(
+        self, num_tokens: ArrayLike, hidden_size: int, num_experts: int, value_bytes: int
+    ) -> NDArray[np.float64]:
+        """Microseconds of tokens [T, D] times weights [D, E], elementwise over numbers of tokens.
+
+        The larger of the roofline and ``gate_tflops``.
+        """
+        num_tokens = np.asarray(num_tokens, dtype=np.float64)
         flops = 2 * num_tokens * hidden_size * num_experts
-        if not flops:
-            return 0.0
         # Logits are float32 whatever the layer's values are.
         num_bytes = value_bytes * hidden_size * (num_tokens + num_experts) + 4 * num_tokens * num_experts
         as_they_are_us = self.work_us(flops, num_bytes, num_tokens)
-        return max(as_they_are_us, flops / (self.gate_tflops * 1e6) if self.gate_tflops else 0.0)
+        wide_us = flops / (self.gate_tflops * 1e6) if self.gate_tflops else 0.0
+        return np.where(num_tokens > 0, np.maximum(as_they_are_us, wide_us), 0.0)[()]
 
-    def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
+    def routing_us(self, num_scores: ArrayLike, *, by_policy: bool) -> NDArray[np.float64]:
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy."""
-        if not num_scores:
-            return 0.0
+        num_scores = np.asarray(num_scores)
+        least_us, score_ps = self.routing_native_us, self.routing_native_ps
         if by_policy:
-            return self.routing_policy_us + num_scores * self.routing_policy_ps / 1e6
-        return self.routing_native_us + num_scores * self.routing_native_ps / 1e6
+            least_us, score_ps = self.routing_policy_us, self.routing_policy_ps
+        return np.where(num_scores > 0, least_us + num_scores * score_ps / 1e6, 0.0)[()]
 
-    def permute_us(self, num_bytes: float) -> float:
+    def permute_us(self, num_bytes: Any) -> Any:
         """Microseconds of permuting rows that are ``num_bytes`` read and written: bytes / (bandwidth x share)."""
         return num_bytes / (self.memory_tbps * self.permute_efficiency * 1e6)
 
@@ -298,9 +305,11 @@ def ffn_work(
 
 
 def te_bytes(
-    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, precision: Precision, num_matrices: int = 3
-) -> float:
-    """Bytes of the passes that Transformer Engine's experts make between GEMMs; for m rows, experts that have some.
+    hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike, precision: Precision, num_matrices: int = 3
+) -> NDArray[np.float64]:
+    """Bytes of the passes that Transformer Engine's experts make between GEMMs, [..., L] -> [...].
+
+    For m rows, experts that have some.
 
     Activation: of gated experts one kernel reads 2 F and writes F, 3 F b bytes a row. Plain ones go through three, the
     activation, its product with the routing weight in float32 and a cast: F (4 b + 8).
@@ -311,10 +320,11 @@ def te_bytes(
 
     Source: Megatron-LM d98e8a6, megatron/core/transformer/moe/experts.py (TEGroupedMLP.forward).
     """
-    rows = np.asarray(rows, dtype=np.float64)
+    rows_L = np.asarray(rows_L, dtype=np.float64)
     hidden, ffn, b = hidden_size, ffn_hidden_size, precision.hidden_bytes
     of_row = ffn * (3 * b if num_matrices == 3 else 4 * b + 8)
     if precision.weight_bytes >= b:
-        return float(of_row * rows.sum())
+        return of_row * rows_L.sum(axis=-1)
     of_row += (b + 2) * (hidden + ffn) + 4 * hidden * b
-    return float(of_row * rows.sum() + (b + 2) * num_matrices * hidden * ffn * (rows > 0).sum())
+    active = (rows_L > 0).sum(axis=-1)
+    return of_row * rows_L.sum(axis=-1) + (b + 2) * num_matrices * hidden * ffn * active

@@ -50,19 +50,18 @@ class Kernels(Strict):
     """h, over (padded) rows of an expert."""
     least_us: float
 
-    def time_us(self, rows_L: ArrayLike, num_tokens: float) -> float:
+    def time_us(self, rows_L: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
         """g; no rows take no time.
 
         Args:
-            rows_L: of each expert or slot of the rank.
-            num_tokens: that the kernels are handed.
+            rows_L: of each expert or slot of the rank: [..., L], of several ranks at once.
+            num_tokens: that the kernels are handed: [...].
         """
         rows_L = np.asarray(rows_L, dtype=np.float64)
-        rows_L = rows_L[rows_L > 0]
-        if not len(rows_L):
-            return 0.0
-        experts_us = self.expert.at(np.ceil(rows_L / self.block) * self.block)
-        return max(self.least_us, self.fixed_us + self.token_us * num_tokens + float(experts_us.sum()))
+        is_active_L = rows_L > 0
+        experts_us = np.where(is_active_L, self.expert.at(np.ceil(rows_L / self.block) * self.block), 0.0)
+        time_us = self.fixed_us + self.token_us * np.asarray(num_tokens) + experts_us.sum(axis=-1)
+        return np.where(is_active_L.any(axis=-1), np.maximum(self.least_us, time_us), 0.0)[()]
 
 
 class KernelTable(ExpertTable):
@@ -73,24 +72,28 @@ class KernelTable(ExpertTable):
     def loads(self, num_tokens: int) -> NDArray[np.int64]:
         return uniform_loads(num_tokens, self.num_experts, self.top_k, self.ep_size)
 
-    def time_us(self, rows_L: ArrayLike, num_tokens: int | None = None, handed_tokens: float | None = None) -> float:
+    def time_us(
+        self, rows_L: ArrayLike, num_tokens: int | None = None, handed_tokens: float | None = None
+    ) -> NDArray[np.float64]:
         """Microseconds of one pass through a rank's experts; no rows take no time.
 
         Args:
-            rows_L: of each expert or slot of the rank.
+            rows_L: of each expert or slot of the rank: [..., L], of several ranks at once.
             num_tokens: of all ranks; None = as many as give the rank its rows where loads are uniform.
             handed_tokens: to the kernels; None = those that reach the rank. Rows had ``num_tokens``.
         """
-        pairs = float(np.asarray(rows_L).sum())
-        num_tokens = num_tokens or max(1, round(pairs * self.ep_size / self.top_k))
-        if handed_tokens is None:
+        rows_L = np.asarray(rows_L, dtype=np.float64)
+        tokens = num_tokens or self._tokens(rows_L)
+        handed = handed_tokens
+        if handed is None:
             each = self.ep_size * reached(self.num_experts, self.top_k, self.ep_size) / self.top_k
-            handed_tokens = min(pairs * each, num_tokens)
+            handed = np.minimum(rows_L.sum(axis=-1) * each, tokens)
         by_tokens, by_active = self._over_law
-        active = int((np.asarray(rows_L) > 0).sum())
-        is_sparse = by_active is not None and active < self.num_local
-        over_law = by_active.at(active, growth=0.0) if is_sparse else by_tokens.at(num_tokens, growth=0.0)
-        return float(over_law) * self.kernels.time_us(rows_L, handed_tokens)
+        over_law = by_tokens.at(tokens, growth=0.0)
+        if by_active is not None:
+            active = (rows_L > 0).sum(axis=-1)
+            over_law = np.where(active < self.num_local, by_active.at(active, growth=0.0), over_law)
+        return (over_law * self.kernels.time_us(rows_L, handed))[()]
 
     @cached_property
     def _over_law(self) -> tuple[Curve, Curve | None]:

@@ -79,24 +79,29 @@ class ExpertTable(Strict):
             return np.rint(np.array(self.row_loads[nearest]) * num_tokens / tokens_N[nearest]).astype(np.int64)
         return balanced_loads(num_tokens, self.num_experts, self.top_k, self.num_local)
 
-    def time_us(self, rows_L: ArrayLike, num_tokens: int | None = None) -> float:
+    def time_us(self, rows_L: ArrayLike, num_tokens: int | None = None) -> NDArray[np.float64]:
         """Microseconds of one pass through a rank's experts; no rows take no time.
 
         Args:
-            rows_L: of each expert or slot of the rank.
+            rows_L: of each expert or slot of the rank: [..., L], of several ranks at once.
             num_tokens: of all ranks; None = as many as give the rank its rows where loads are balanced.
         """
         rows_L = np.asarray(rows_L, dtype=np.float64)
-        rows_L = rows_L[rows_L > 0]
-        if not len(rows_L):
-            return 0.0
-        if num_tokens is None:
-            num_tokens = max(1, round(rows_L.sum() * self.ep_size / self.top_k))
-        measured_us = float(self.curve.at(num_tokens))
-        rest_us = float(self._rest_us(num_tokens, measured_us))
+        tokens = self._tokens(rows_L) if num_tokens is None else np.asarray(num_tokens)
+        measured_us = self.curve.at(tokens)
+        rest_us = self._rest_us(tokens, measured_us)
+        balanced_us = np.reshape([self._balanced_us(int(number)) for number in tokens.flat], tokens.shape)
+        time_us = measured_us - rest_us + rest_us * self._work_us(rows_L) / balanced_us
+        return np.where((rows_L > 0).any(axis=-1), time_us, 0.0)[()]
+
+    def _tokens(self, rows_L: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens of all ranks that give a rank as many rows where loads are balanced: [..., L] -> [...]."""
+        return np.maximum(1, np.rint(rows_L.sum(axis=-1) * self.ep_size / self.top_k))
+
+    def _balanced_us(self, num_tokens: int) -> float:
+        """S of balanced loads."""
         balanced_L = self.loads(num_tokens)
-        balanced_us = self._work_us(balanced_L[balanced_L > 0] if balanced_L.any() else np.ones(1))
-        return measured_us - rest_us + rest_us * self._work_us(rows_L) / balanced_us
+        return float(self._work_us(balanced_L if balanced_L.any() else np.ones(1)))
 
     def _rest_us(self, num_tokens: ArrayLike, time_us: ArrayLike) -> NDArray[np.float64]:
         """f of measured times."""
@@ -110,12 +115,12 @@ class ExpertTable(Strict):
         means = np.bincount(of_N, self._rest_us(tokens_N, times_us_N)) / np.bincount(of_N)
         return Curve.of(pairs[pairs > 0], means[pairs > 0])
 
-    def _work_us(self, rows_L: NDArray[np.float64]) -> float:
-        """S: rows of activated experts."""
-        curve, local, active = self._by_pairs, self.num_local, len(rows_L)
-        one_each_us = float(curve.at(min(active, local))) + max(active - local, 0) * self.expert_us
-        grown_us = (curve.at(local * rows_L) - curve.at(local)) / local
-        return max(one_each_us + float(grown_us.sum()), _LEAST_REST * one_each_us)
+    def _work_us(self, rows_L: NDArray[np.float64]) -> NDArray[np.float64]:
+        """S, [..., L] -> [...]."""
+        curve, local, active = self._by_pairs, self.num_local, (rows_L > 0).sum(axis=-1)
+        one_each_us = curve.at(np.minimum(active, local)) + np.maximum(active - local, 0) * self.expert_us
+        grown_us = np.where(rows_L > 0, curve.at(local * rows_L) - curve.at(local), 0.0) / local
+        return np.maximum(one_each_us + grown_us.sum(axis=-1), _LEAST_REST * one_each_us)
 
 
 @cache

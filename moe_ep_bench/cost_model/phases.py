@@ -81,7 +81,7 @@ L, P (latent attention) = latent and rotary widths, b = bytes per value, s = byt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,10 +93,14 @@ from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
 
+Number, Time = int | NDArray[np.int64], float | NDArray[np.float64]
+
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
-    """What one rank does in one run of the layer.
+    """What one rank does in one run of the layer, or what each of several does.
+
+    Numbers are of one rank, or int64 [R] of all; ``received_L`` is [L], or [R, L].
 
     Attributes:
         num_tokens: T, its own tokens.
@@ -108,17 +112,22 @@ class RankWork:
             each pair arrives.
     """
 
-    num_tokens: int
-    num_sent: int
+    num_tokens: Number
+    num_sent: Number
     received_L: NDArray[np.int64]
     batch_tokens: int | None = None
-    num_shared: int | None = None
-    num_copies: int | None = None
+    num_shared: Number | None = None
+    num_copies: Number | None = None
 
     @property
-    def num_received(self) -> int:
+    def num_received(self) -> Number:
         """M, rows that arrive."""
-        return int(np.sum(self.received_L))
+        return np.sum(self.received_L, axis=-1)
+
+    def of_rank(self, rank: int) -> RankWork:
+        """One rank's of all."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return RankWork(**{name: value[rank] if np.ndim(value) else value for name, value in values.items()})
 
 
 def layer_segments(
@@ -133,10 +142,11 @@ def layer_segments(
     dispatch_dtype: str | None = None,
     exchange: Copies | None = None,
     solving_us: float = 0.0,
-) -> list[tuple[str, float]]:
+) -> list[tuple[str, Time]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
 
-    A stage without work takes no time; a rank without tokens still runs the experts on the rows that it is sent.
+    Of all ranks' work a time is float64 [R], or one number that all have. A stage without work takes no time; a rank
+    without tokens still runs the experts on the rows that it is sent.
 
     Args:
         by_policy: a policy routes; otherwise the model's own top-k.
@@ -153,9 +163,9 @@ def layer_segments(
     W = model.expert_hidden_size
     gate_us = device.gate_us(T, D, E, b)
     routing_us = device.routing_us(T * E, by_policy=by_policy)
-    top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
+    top_k_us = np.minimum(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     permute_us = [device.permute_us(W * num_bytes) for num_bytes in _permuted(device, work, precision, exchange)]
-    if alone or len(work.received_L) == 1 or device.experts is not None:  # sorted already
+    if alone or work.received_L.shape[-1] == 1 or device.experts is not None:  # sorted already
         permute_us[1:3] = 0.0, 0.0
     gather_us, sort_us, unsort_us, sum_us = permute_us
     experts_us = device.experts_us(
@@ -163,7 +173,7 @@ def layer_segments(
     )
     num_shared, is_own = (T, True) if work.num_shared is None else (work.num_shared, False)
     beside = device.beside_experts(dtype, model.quantized)
-    shared_us = device.ffn_us(D, S, num_shared, beside, model.expert_matrices)
+    shared_us = device.ffn_us(D, S, np.asarray(num_shared)[..., None], beside, model.expert_matrices)
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),
@@ -195,7 +205,7 @@ def layer_segments(
 
 def _permuted(
     device: Device, work: RankWork, precision: Precision, exchange: Copies | None
-) -> tuple[float, float, float, float]:
+) -> tuple[Time, Time, Time, Time]:
     """Bytes of the four steps of permutation for each value of a row: the module's table."""
     T, N, M, b, s = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes, precision.sent_bytes
     if exchange == "pair":
@@ -291,10 +301,11 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
     def gemm_us(rows: float, takes: int, gives: int, heads: int = 1, precision: Precision = linear) -> float:
         """Of ``heads`` GEMMs at once."""
         num_bytes = heads * (precision.weight_bytes * takes * gives + b * rows * (takes + gives))
-        return device.work_us(2.0 * heads * rows * takes * gives / precision.speed, num_bytes, rows) if rows else 0.0
+        flops = 2.0 * heads * rows * takes * gives
+        return float(device.work_us(flops / precision.speed, num_bytes, rows)) if rows else 0.0
 
     def moved_us(num_bytes: float) -> float:
-        return device.work_us(0, num_bytes, 1)
+        return float(device.work_us(0, num_bytes, 1))
 
     decodes = work.context_length > 0
     form = model.attention.form(D, decodes=decodes)
@@ -313,6 +324,6 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
         norm=norm_us,
         layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
         attention=attention_us,
-        dense=device.ffn_us(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, linear),
+        dense=float(device.ffn_us(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, [T], linear)),
         output=gemm_us(T if decodes else len(work.lengths) / work.num_parts, D, model.vocab_size, precision=whole),
     )

@@ -27,9 +27,11 @@ Shapes: R = ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +47,8 @@ EXCHANGES = ("dispatch", "combine")
 # Layers alike, one after another, of which as many more say what one takes.
 _ALIKE = 4
 
-Leg = dict[PhaseKey, float]
+Leg = dict[PhaseKey, Any]
+"""Microseconds by phase: of a rank, or float64 [R] of all."""
 
 
 def phase_of_meeting(meeting: PhaseKey) -> PhaseKey:
@@ -77,7 +80,7 @@ def legs_of(segments: Sequence[tuple[PhaseKey, float]]) -> tuple[list[Leg], list
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one rank's run took.
+    """What one rank's run took, or all ranks' runs.
 
     Attributes:
         legs, meetings: see ``legs_of``.
@@ -86,7 +89,7 @@ class RankTime:
 
     legs: list[Leg]
     meetings: list[PhaseKey]
-    beside: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:
@@ -103,64 +106,73 @@ def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:
     ]
 
 
+def side_by_side(legs_R: Sequence[Sequence[Leg]]) -> list[Leg]:
+    """The legs of all ranks as those of one, whose values are float64 [R]; 0 where a rank has no such phase."""
+    return [
+        {phase: np.array([leg.get(phase, 0.0) for leg in leg_R]) for phase in dict.fromkeys(itertools.chain(*leg_R))}
+        for leg_R in zip(*legs_R, strict=True)
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Chain:
     """One micro-batch's way through all ranks.
 
     Attributes:
-        legs_R: the legs of each rank, one more than meetings.
+        legs: of all ranks, one more than meetings.
         meetings: as ``legs_of`` gives them, the same for every rank.
         link_us: what each meeting takes on the links, by name: float64 [R], from when it begins until the rank has all
             it gets.
         held: of meetings by name, the share of a rank's streaming multiprocessors that they hold; else none.
-        beside: of meetings by name, what each rank computes beside them, by phase.
+        beside: of meetings by name, what ranks compute beside them, by phase.
     """
 
-    legs_R: Sequence[Sequence[Leg]]
+    legs: Sequence[Leg]
     meetings: Sequence[PhaseKey]
     link_us: Mapping[PhaseKey, NDArray[np.float64]]
     held: Mapping[PhaseKey, float] = field(default_factory=dict)
-    beside: Mapping[PhaseKey, Sequence[Leg]] = field(default_factory=dict)
+    beside: Mapping[PhaseKey, Leg] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(np.size(time_us) for leg in self.legs for time_us in leg.values())
 
     def with_shared_beside(self) -> Chain:
         """The same with what the shared experts take ahead of a dispatch moved beside it."""
-        legs_R, beside = [[dict(leg) for leg in legs] for legs in self.legs_R], {}
+        legs, beside = [dict(leg) for leg in self.legs], {}
         for number, meeting in enumerate(self.meetings):
             layer, wait = layer_and_phase(meeting)
             if PHASE_OF_MEETING[wait] == "dispatch":
                 shared = phase_key(layer, "shared")
-                ahead = [[leg.pop(shared, 0.0) for leg in legs[: number + 1]] for legs in legs_R]
-                beside[meeting] = [{shared: sum(times)} if any(times) else {} for times in ahead]
-        return replace(self, legs_R=legs_R, beside=beside)
+                ahead_us = sum(leg.pop(shared, 0.0) for leg in legs[: number + 1])
+                beside[meeting] = {shared: ahead_us} if np.any(ahead_us) else {}
+        return replace(self, legs=legs, beside=beside)
 
     def repeated(self, times: int) -> Chain:
         """So many like it, one after another: the last leg of each and the first of the next are one."""
-        legs_R = []
-        for legs in self.legs_R:
-            first, *inner, last = legs if len(legs) > 1 else (*legs, {})
-            joined: Leg = defaultdict(float, last)
-            for phase, time_us in first.items():
-                joined[phase] += time_us
-            legs_R.append([first, *[*inner, joined] * (times - 1), *inner, last])
-        return replace(self, legs_R=legs_R, meetings=[*self.meetings] * times)
+        first, *inner, last = self.legs if len(self.legs) > 1 else (*self.legs, {})
+        joined: Leg = {phase: last.get(phase, 0.0) + first.get(phase, 0.0) for phase in {**last, **first}}
+        return replace(
+            self, legs=[first, *[*inner, joined] * (times - 1), *inner, last], meetings=[*self.meetings] * times
+        )
 
 
-def compose(chains: Sequence[Chain]) -> list[Leg]:
+def compose(chains: Sequence[Chain]) -> Leg:
     """Let all ranks run side by side.
 
     Args:
         chains: one, or two with the same meetings, which take turns.
 
     Returns:
-        For each rank microseconds by phase, waiting included, and ``total``: when the rank is done.
+        Microseconds by phase, waiting included, and ``total``, when a rank is done: float64 [R] each.
     """
-    ranks = _Ranks(len(chains[0].legs_R))
+    ranks = _Ranks(chains[0].num_ranks)
     under_way: list[_Meeting | None] = [None] * len(chains)
     for number in range(len(chains[0].meetings) + 1):
         for place, chain in enumerate(chains):
             if (needed := under_way[place]) is not None:
                 ranks.wait_for(needed)
-            ranks.compute([legs[number] for legs in chain.legs_R])
+            ranks.compute(chain.legs[number])
             if number < len(chain.meetings):
                 meeting = chain.meetings[number]
                 under_way[place] = ranks.meet(meeting, chain.link_us[meeting], chain.held.get(meeting, 0.0))
@@ -169,15 +181,12 @@ def compose(chains: Sequence[Chain]) -> list[Leg]:
     return ranks.done()
 
 
-def compose_alike(chains: Sequence[Chain]) -> list[Leg]:
+def compose_alike(chains: Sequence[Chain]) -> Leg:
     """What one more layer takes of each rank among many alike, by phase and ``total``: halves overlap across layers."""
     if not chains[0].meetings:
         return compose(chains)
     few, many = (compose([chain.repeated(times) for chain in chains]) for times in (_ALIKE, 2 * _ALIKE))
-    return [
-        {phase: (time_us - of_few.get(phase, 0.0)) / _ALIKE for phase, time_us in of_many.items()}
-        for of_few, of_many in zip(few, many, strict=True)
-    ]
+    return {phase: (time_us - few.get(phase, 0.0)) / _ALIKE for phase, time_us in many.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,18 +208,17 @@ class _Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.now_R = np.zeros(num_ranks)
-        self.times: list[Leg] = [defaultdict(float) for _ in range(num_ranks)]
+        self.times: Leg = defaultdict(lambda: np.zeros(num_ranks))
         # The last ones, of one chain each: those before them ended ahead of whatever comes.
         self.exchanges: list[_Meeting] = []
 
-    def compute(self, leg_R: Sequence[Leg]) -> None:
-        work_us_R = np.array([sum(leg.values()) for leg in leg_R], dtype=np.float64)
+    def compute(self, leg: Leg) -> None:
+        work_us_R = np.zeros_like(self.now_R) + sum(leg.values())
         end_us_R = self._end_of(work_us_R)
         slower_R = np.divide(end_us_R - self.now_R, work_us_R, out=np.ones_like(work_us_R), where=work_us_R > 0)
         is_held = any(exchange.held for exchange in self.exchanges)
-        for times, leg, slower in zip(self.times, leg_R, slower_R.tolist(), strict=True):
-            for phase, time_us in leg.items():
-                times[phase] += time_us * slower if is_held else time_us
+        for phase, time_us in leg.items():
+            self.times[phase] = self.times[phase] + (time_us * slower_R if is_held else time_us)
         self.now_R = end_us_R
 
     def _end_of(self, work_us_R: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -242,17 +250,13 @@ class _Ranks:
             if other is not meeting:
                 busy_R = np.minimum(other.end_us_R, begin_us_R) - np.maximum(now_R, other.begin_us_R)
                 busy_R = np.clip(busy_R, 0.0, idle_R)
-                self._add(phase_of_meeting(other.name), busy_R)
+                self.times[phase_of_meeting(other.name)] += busy_R
                 idle_R = idle_R - busy_R
-        self._add(meeting.name, idle_R)
+        self.times[meeting.name] += idle_R
         # What is left of it: all, where the rank was there when it began.
         left_R = np.where(now_R <= begin_us_R, meeting.link_us_R, np.maximum(end_us_R - now_R, 0.0))
-        self._add(phase_of_meeting(meeting.name), left_R)
+        self.times[phase_of_meeting(meeting.name)] += left_R
         self.now_R = np.maximum(now_R, end_us_R)
 
-    def _add(self, phase: PhaseKey, time_us_R: NDArray[np.float64]) -> None:
-        for times, time_us in zip(self.times, time_us_R.tolist(), strict=True):
-            times[phase] += time_us
-
-    def done(self) -> list[Leg]:
-        return [{**times, TOTAL: now} for times, now in zip(self.times, self.now_R.tolist(), strict=True)]
+    def done(self) -> Leg:
+        return {**self.times, TOTAL: self.now_R}

@@ -29,6 +29,7 @@ from moe_ep_bench.config import Experiment  # noqa: E402
 from moe_ep_bench.policies import POLICIES  # noqa: E402
 from moe_ep_bench.presets import MOST, MOST_SEED, models_in  # noqa: E402
 from moe_ep_bench.quality.config import QualityExperiment  # noqa: E402
+from moe_ep_bench.serving.config import ServeExperiment  # noqa: E402
 
 HEAD = """# Every key of a config
 
@@ -132,8 +133,9 @@ def listed(rows: Iterable[tuple[str, str, str, str]]) -> str:
 def page() -> str:
     common = [*rows_of(Experiment), *BESIDE]
     parts = {
-        "Configs of all commands but `quality`": common,
+        "Configs of all commands but `quality` and `serve`": common,
         "Configs of `quality`, beside the same keys": [row for row in rows_of(QualityExperiment) if row not in common],
+        "Configs of `serve`, beside `name` and `sweep`": [row for row in rows_of(ServeExperiment) if row not in common],
         "Fields of policies (rules: moe_ep_bench/policies/)": list(policy_rows()),
     }
     return HEAD + "".join(f"\n## {title}\n\n{listed(rows)}\n" for title, rows in parts.items())

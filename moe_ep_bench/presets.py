@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
@@ -167,11 +167,14 @@ def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
     Raises:
         ValueError: naming the field and what is allowed.
     """
-    policies = []
+    return list(dict.fromkeys(map(make_policy, spelled_out(entries))))
+
+
+def spelled_out(entries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Entries of one policy each: lists as values expanded."""
     for entry in entries:
         choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-        policies += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
-    return list(dict.fromkeys(policies))
+        yield from (dict(zip(entry, values, strict=True)) for values in itertools.product(*choices))
 
 
 def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ SCHEMA_VERSION = 6
 
 # A rehearsal is a run whose ranks share a device: nothing of it is timed.
 REHEARSAL = "rehearsal"
-MODES = ("run", "emulated", "route", "quality", REHEARSAL)
+MODES = ("run", "emulated", "route", "quality", "serve", REHEARSAL)
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,28 @@ QUALITY_ROUTING_SCHEMA = _table(
 )
 
 
+# What ``serve`` leaves: one row per case x launch (start of the servers) x request. ``batch`` is the round, null of
+# requests that were sent alone, and ``iteration`` the place in it. A case whose server was lost in a start has one row
+# there, of nulls, with its status and reason.
+REQUESTS_SCHEMA = _table(
+    [
+        *IDENTITY,
+        ("launch", pa.int32()),
+        ("iteration", pa.int32()),
+        ("kind", pa.string()),  # load (in a round) or alone (one at a time, not timed)
+        ("prompt", pa.int32()),  # its place among all
+        ("sent_us", pa.float64()),  # since the round began
+        ("first_us", pa.float64()),  # from sending to the first token
+        ("time_us", pa.float64()),  # from sending to the last one
+        ("num_prompt_tokens", pa.int64()),  # as the server counts
+        ("num_tokens", pa.int64()),  # of the answer
+        ("text", pa.string()),
+        ("tokens", pa.list_(pa.string())),  # as the server spells them
+        ("logprobs", pa.list_(pa.float64())),  # of these tokens, nats
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Table:
     """A table on disk: a Parquet part per comparison (and launch), in a folder of a results directory."""
@@ -288,6 +310,7 @@ TABLES = {
     REHEARSAL: Table("cases", REHEARSAL_SCHEMA, is_by_launch=True),
     "routing": Table("routing", ROUTING_SCHEMA),
     "frontier": Table("frontier", FRONTIER_SCHEMA),
+    "requests": Table("requests", REQUESTS_SCHEMA, is_by_launch=True),
     "quality": Table("quality", QUALITY_SCHEMA),
     "quality_routing": Table("routing", QUALITY_ROUTING_SCHEMA),
 }

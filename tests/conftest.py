@@ -74,6 +74,7 @@ UNDRAWN = (
     "quality",
     "quality_tasks",
     "route",
+    "serve",
     "tables",
 )
 

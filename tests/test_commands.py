@@ -25,8 +25,8 @@ from moe_ep_bench.cli import shown
 from moe_ep_bench.errors import CASES_FAILED, LOST, OK, USER_ERROR, UserError, progress_bar
 
 COMMANDS = (
-    "run", "emulate", "route", "advise", "validate", "papers", "quality", "calibrate", "trace", "doctor", "show",
-    "plot", "compare", "check-policy",
+    "run", "emulate", "route", "advise", "validate", "papers", "quality", "serve", "calibrate", "trace", "doctor",
+    "show", "plot", "compare", "check-policy",
 )  # fmt: skip
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "megatron", "pandas", "matplotlib", "transformers"}

@@ -134,6 +134,6 @@ def test_pages_are_short() -> None:
     pages = [*PAGES, GENERATED]
     words = {page: sum(any(map(str.isalnum, word)) for word in page.read_text().split()) for page in pages}
     assert words.pop(ROOT / "README.md") <= 1_050
-    assert words.pop(GENERATED) <= 2_120, "a line a key"
+    assert words.pop(GENERATED) <= 2_420, "a line a key"
     assert words.pop(ROOT / "docs" / "contributing.md") <= 250, "beside pages for users"
-    assert sum(words.values()) <= 8_700
+    assert sum(words.values()) <= 8_740

@@ -77,6 +77,7 @@ OWN_STAND_INS = {
 LISTED = {
     "quality configs/quality-tasks-capacity.yaml --set model.checkpoint=/models/OLMoE-1B-7B-0924-Instruct "
     "--set limit=50": ("--dry-run", "needs the lm-evaluation-harness, and data that it fetches"),
+    "serve configs/serve-small.yaml --set serve.model=MODEL": ("--dry-run", "needs vLLM; test_serve has a server"),
     "papers configs/papers/capacity-figure4.yaml --set emulate.device=measured": ("--help", "needs a GPU: its times"),
     "papers configs/papers/oea-table3.yaml --nproc 1 --set layer.cuda_graph=true": (
         "--help",

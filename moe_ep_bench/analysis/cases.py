@@ -2,8 +2,8 @@
 
 ``load`` gives a store of one or several directories; everything else is a function of it. Frames join on ``CASE``. All
 kinds of results have a row per case with the same columns: ``route`` without times, where layers that were routed alike
-are one case, and ``quality`` without times and loads, whose numbers are in ``answer_costs``. Nothing in a frame is to
-be written to.
+are one case, and ``quality`` without times and loads, whose numbers are in ``answer_costs``. A time of ``serve`` is
+that of a request. Nothing in a frame is to be written to.
 
 Speedup = native / case, both the slowest rank's time in the same (launch, batch, iteration); the estimate is the median
 of these pairs (``timing.statistics``), and the verdict holds its interval against the noise floor of the same
@@ -42,8 +42,9 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
+from moe_ep_bench.analysis.served import QUANTITIES, agreement, quantiles, request_times
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load
-from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, TimedFacts, origin_of
+from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, ServedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
     case_label,
     describe_links,
@@ -90,10 +91,14 @@ _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 _COSTS = [*COSTS, "output_error", "below_frontier", "below_frontier_experts"]
 
 
-def load_timed(directory: Path) -> Store:
-    """``load`` one directory; ResultsError where nothing in it was timed."""
+def load_timed(directory: Path, *, or_served: bool = False) -> Store:
+    """``load`` one directory; ResultsError where no layers in it were timed (nor, with ``or_served``, servers)."""
     store = load(directory)
     mode = store.comparisons[0].run.mode
+    if mode == "serve" and not or_served:
+        raise ResultsError(
+            f"{directory}: holds times of servers; expected those of layers, which `run` or `emulate` wrote"
+        )
     if not KINDS[mode].is_timed:
         shared = ": its ranks shared a device (--share-gpu)" if mode == REHEARSAL else ""
         raise ResultsError(
@@ -142,7 +147,8 @@ def cases(store: Store) -> pd.DataFrame:
     ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``;
     ``detectable``, the smallest speedup that would be called; ``host_bound_share``; ``drift``; ``host_busy_ms``, of the
     rank whose host takes longest, and ``sm_clock_mhz``, of that whose GPU is slowest, medians; ``reduce.breakdown``;
-    ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms``.
+    ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms``; of
+    servers ``_served``.
     """
     rows = _cases(store).merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
     return rows.copy()  # of one piece
@@ -161,6 +167,8 @@ def _cases(store: Directory) -> pd.DataFrame:
         rows = rows.join(_passes(rows)).join(_models(store, rows))
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
+    if len(store.requests):
+        rows = rows.join([_times(store), _speedups(store, rows), _served(store, rows)])
     if len(store.rehearsal):
         rows = rows.join(_rehearsed(store, rows))
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *ROUTED, "output_error", *_TIMED])))
@@ -278,24 +286,32 @@ def values_of(prefix: str, source: object, names: Iterable[str]) -> dict[str, An
 # ---- times of cases --------------------------------------------------------------------------------------------------
 
 _layer_times = lru_cache(maxsize=4)(lambda store: layer_times(store.samples, _listed(store)["ep_size"]))
+_request_times = lru_cache(maxsize=4)(lambda store: request_times(store.requests))
 _phase_times = lru_cache(maxsize=4)(lambda store: phase_times(store.samples, _listed(store)["probe_floor_us"]))
 
 
+def _whole_times(store: Directory) -> pd.DataFrame:
+    """``time_us`` of each layer, pass or request, by ``reduce.KEY``."""
+    return _request_times(store) if len(store.requests) else _layer_times(store)
+
+
 def _times(store: Directory) -> pd.DataFrame:
-    """Quantiles of the layer's time, and how steady it was.
+    """Quantiles of the time of a layer or request, and of layers how steady it was.
 
     ``host_bound_share``: of plain iterations, in which the slowest rank's time is its host's: no queue, no device
     limit. It says something on a GPU only, where the host runs ahead of the device.
     """
-    times_us = _layer_times(store)
+    times_us = _whole_times(store)
     by_case = times_us["time_us"].groupby(level="case")
-    quantiles = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
+    ends = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
+    if len(store.requests):
+        return ends
     is_bound = times_us["host_us"] >= times_us["time_us"]
     beside = store.samples.set_index(["case", "rank"])[[HOST_BUSY, SM_CLOCK]].astype(float).dropna(how="all")
     of_rank = beside.groupby(level=["case", "rank"]).median().groupby(level="case")
     several = times_us.index.get_level_values("case").map(_num_groups(store)) > 1
     slowest_group_us = times_us["slowest_group_us"].where(several)
-    return quantiles.assign(
+    return ends.assign(
         slowest_group_ms=slowest_group_us.groupby(level="case").median() / 1e3,
         host_bound_share=is_bound.groupby(level="case").mean(),
         drift=by_case.apply(drift),
@@ -322,12 +338,13 @@ def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | No
 
 def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """Speedups over native and topk, and verdicts on the first, given the noise floor."""
-    times_us, found = _layer_times(store)["time_us"], {}
+    times_us, found = _whole_times(store)["time_us"], {}
     speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
     for case, row in rows.iterrows():
         facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
-        floor, modelled = noise_floor(same_again) if same_again else None, facts.device is not None
-        verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
+        modelled, is_shared = getattr(facts, "device", None) is not None, getattr(facts, "oversubscribed", False)
+        floor = noise_floor(same_again) if same_again else None
+        verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=is_shared)
         found[case] = {
             **values_of("speedup_", speedup, ESTIMATE),
             **values_of("over_topk_", over_topk[case], ESTIMATE),
@@ -339,6 +356,26 @@ def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
         }
     numbers = [name for name in _TIMED[4:] if not name.endswith(("is_interval", "verdict"))]
     return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))
+
+
+def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
+    """Times of parts of a request, throughput, their speedups over native with verdicts, and how answers agree.
+
+    Each quantity has a noise floor of its own, and columns ``<quantity>_speedup_*`` and ``<quantity>_verdict``.
+    """
+    times_us = _request_times(store)
+    found = [quantiles(times_us), agreement(store.requests, rows["native"])]
+    for name, column in QUANTITIES.items():
+        speedups, judged = _estimates(times_us[column].dropna(), rows["native"]), {}
+        for case, row in rows.iterrows():
+            same_again = speedups.get(row["noise"])
+            verdict = judge(speedups[case], noise_floor(same_again) if same_again else None)
+            is_judged = row["status"] == "ok" and row["role"] not in _ROLE_VERDICTS
+            judged[case] = values_of(f"{name}_speedup_", speedups[case], ESTIMATE)
+            judged[case] |= {f"{name}_verdict": verdict if is_judged else None}
+        numbers = [f"{name}_speedup_{end}" for end in ESTIMATE[:-1]]
+        found.append(pd.DataFrame.from_dict(judged, orient="index").astype(dict.fromkeys(numbers, float)))
+    return found[0].join(found[1:], how="outer").reindex(rows.index)
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -437,7 +474,7 @@ def point_words(point: Mapping[str, Any]) -> str:
 
 def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
-    ran_layers = isinstance(facts, TimedFacts)
+    ran_layers, is_served = isinstance(facts, TimedFacts), isinstance(facts, ServedFacts)
     workload = getattr(facts, "workload", None)
     device = ran_layers and facts.device and device_name(facts.device, facts.expert_rows)
     of_links = (facts.links, facts.exchange) if ran_layers and facts.links else None
@@ -452,11 +489,11 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
         "is_one_draw": is_one_draw(facts) if workload else False,
-        "num_launches": len(one.conditions),
+        "num_launches": getattr(facts, "num_starts", None) or len(one.conditions),
         "origin": origin_of(run, facts),
         "workload": workload and workload.kind,
         "peak_load": workload and workload.targets.get("peak_load"),
-        "device": device or (run.environment.device_name if ran_layers else None),
+        "device": device or (run.environment.device_name if ran_layers or is_served else None),
         "links": of_links and links_name(*of_links),
         "point": json.dumps(facts.point if ran_layers else {}, sort_keys=True),
         "how": how_words(run, facts),
@@ -492,7 +529,10 @@ def timings(store: Directory) -> pd.DataFrame:
     took no time). Quantities: ``ALL``, of plain iterations. Of breakdown iterations the ``PARTS`` of a whole model's
     pass, on the rank that is slowest in each, where they add up: MoE layers, waiting included; attention; and the rest,
     which no policy reaches. Then every phase of a layer, on the rank that spends most in it, all MoE layers together.
+    Of servers there is ``ALL`` alone: a request.
     """
+    if len(store.requests):
+        return _paired(store, {ALL: _request_times(store)["time_us"]})
     listed, phases_us = _listed(store), _phase_times(store)
     is_model = [getattr(comparison.facts, "whole", None) is not None for comparison in listed["comparison"]]
     ep_size = listed["ep_size"]
@@ -502,6 +542,12 @@ def timings(store: Directory) -> pd.DataFrame:
     parts[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
     longest_us = longest(phases_us, ep_size)
     parts |= {phase: longest_us[phase].dropna() for phase in LAYER_PHASES}
+    return _paired(store, parts)
+
+
+def _paired(store: Directory, parts: Mapping[str, pd.Series]) -> pd.DataFrame:
+    """Quantities by ``reduce.KEY`` as rows, with the speedup over native in the same iteration."""
+    listed = _listed(store)
     rows = pd.concat(parts, names=["quantity"]).rename("time_us").reset_index()
     pair = ["quantity", *ITERATION]
     natives = rows[rows["case"].isin(listed["native"])].rename(columns={"case": "native", "time_us": "native_us"})

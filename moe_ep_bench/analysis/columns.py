@@ -236,6 +236,27 @@ def cost_words(row: Row, of: str = "") -> str:
 
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
 
+# Of servers; frames of other results lack them.
+_SERVED = (
+    times("ttft_ms", "TTFT"),
+    times("ttft_p99_ms", "TTFT p99"),
+    interval("ttft_speedup", "TTFT speedup", of_baseline="1", native=1.0, least=0.1),
+    text("ttft_verdict", "TTFT verdict"),
+    times("tpot_ms", "TPOT"),
+    times("tpot_p99_ms", "TPOT p99"),
+    interval("tpot_speedup", "TPOT speedup", of_baseline="1", native=1.0, least=0.1),
+    text("tpot_verdict", "TPOT verdict"),
+    interval("throughput_speedup", "throughput", of_baseline="1", native=1.0, least=0.1),
+    text("throughput_verdict", "throughput verdict"),
+    percentage("equal_share", "equal", better="higher", least=0.1),
+    Column("first_difference", "first difference", "token", "{:.0f}", better="higher"),
+    Column("logprob_difference", "log-probability difference", "nats", "{:.2g}", better="lower"),
+    percentage("alone_equal_share", "equal alone", better="higher"),
+    Column("alone_first_difference", "first difference alone", "token", "{:.0f}", better="higher"),
+    Column("alone_logprob_difference", "log-probability difference alone", "nats", "{:.2g}", better="lower"),
+)
+SERVED = tuple(column.name for column in _SERVED)
+
 COLUMNS = {
     column.name: column
     for column in (
@@ -298,6 +319,7 @@ COLUMNS = {
         percentage("breakdown_unaccounted_share", "unaccounted"),
         percentage("breakdown_policy_share", "policy share"),
         percentage("probe_overhead", "probe overhead"),
+        *_SERVED,
         # Whole models.
         times("moe_ms", "MoE"),
         percentage("moe_share", "MoE share"),

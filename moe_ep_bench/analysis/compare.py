@@ -46,7 +46,7 @@ from moe_ep_bench.analysis.columns import (
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, jobs, read_document
-from moe_ep_bench.facts import NOT_EXECUTED, Pairs
+from moe_ep_bench.facts import NOT_EXECUTED, Pairs, TimedFacts
 from moe_ep_bench.facts.words import describe_links, device_words
 from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ValidationDirectory
@@ -154,7 +154,7 @@ def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
 _CONDITIONS = (
     *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
     *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables", "backend", "experts", "permute"),
-    *("kernel", "cuda_graph", "oversubscribed", "links", "device"),
+    *("kernel", "cuda_graph", "oversubscribed", "links", "device", "command", "url"),
 )
 # The verdict on a time, by that of ``judge`` on the ratio.
 _WORDS = {"faster": "slower", "slower": "faster"}
@@ -198,7 +198,7 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
     Raises:
         ResultsError: no case was measured in both.
     """
-    stores = [load_timed(directory) for directory in (base, new)]
+    stores = [load_timed(directory, or_served=True) for directory in (base, new)]
     sides = _side_by_side(_JOBS, list(map(cases, stores)), list(map(_costs, stores)))
     rows = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
     if all(row["not_compared"] for row in rows):
@@ -213,7 +213,8 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
     tables = []
     for name, of_one in frame.groupby("comparison_id", sort=False):
         shown = of_one.assign(instead="not compared: " + of_one["not_compared"].astype(object))
-        columns = [*_JOBS.shown, *lost_columns(of_one, "_new"), percentage("retained_mass_new", "mass kept")]
+        kept = [percentage("retained_mass_new", "mass kept")] * bool(of_one["retained_mass_new"].notna().any())
+        columns = [*_JOBS.shown, *lost_columns(of_one, "_new"), *kept]
         title = "{title}: {how}, {ran_on}".format_map(of_one.iloc[0])
         notes = list(_notes(of_one, old.get(name, {}), now.get(name, {})))
         tables.append(Table(shown, columns, title, notes, "instead"))
@@ -260,8 +261,9 @@ def _conditions(store: Store) -> dict[str, dict[str, str]]:
         measured = [launch.run_id for launch in one.conditions.values()]
         job = one.run.runs.get(measured[-1] if measured else one.run.run_id)
         known = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
-        known["links"] = one.facts.links and describe_links(one.facts.links, one.facts.exchange)
-        known["device"] = one.facts.device and device_words(one.facts)
+        if isinstance(one.facts, TimedFacts):
+            known["links"] = one.facts.links and describe_links(one.facts.links, one.facts.exchange)
+            known["device"] = one.facts.device and device_words(one.facts)
         found[one.comparison_id] = {key: _text(known[key]) for key in _CONDITIONS if known.get(key) is not None}
     return found
 
@@ -304,7 +306,7 @@ def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) 
     )
     yield from chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
     if rows["origin_new"].eq("measured").any() and rows["change_num_launches"].max() == 1:
-        yield "one launch: intervals do not cover differences between jobs; several launches (measure.launches) do"
+        yield "one launch: intervals do not cover differences between jobs; several (measure.launches, serve.starts) do"
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
     if differing := [f"{key} {then[key]} -> {now[key]}" for key in then if now.get(key, then[key]) != then[key]]:

@@ -17,9 +17,10 @@ import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import COMPARISON, FACTOR, cases
-from moe_ep_bench.analysis.columns import COLUMNS, COSTS, labels
+from moe_ep_bench.analysis.columns import COLUMNS, COSTS, SERVED, labels
 from moe_ep_bench.analysis.marks import Panel, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
+from moe_ep_bench.analysis.served import QUANTITIES
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.config.conditions import columns_of, holds, matching
@@ -35,6 +36,7 @@ _MOST_NAMED = 12  # of what is left out
 _MUCH_OVERHEAD = 0.03
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
+_SERVED_ENDS = [f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")]
 
 
 @lru_cache(maxsize=2)
@@ -53,8 +55,10 @@ def case_rows(store: Store) -> pd.DataFrame:
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
-    numbers = [*(name for name, column in COLUMNS.items() if not column.is_words), *_ENDS]
-    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *COLUMNS, *numbers, "speedup_is_interval"])))
+    known = {name: column for name, column in COLUMNS.items() if name in rows or name not in SERVED}
+    numbers = [*(name for name, column in known.items() if not column.is_words), *_ENDS]
+    numbers += [name for name in _SERVED_ENDS if name in rows]
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *known, *numbers, "speedup_is_interval"])))
     rows = rows.astype({name: float for name in numbers if rows[name].dtype.kind != "i"}).copy()  # of one piece again
     rows[[*COSTS]] = rows[[*COSTS]].mask(is_balanced)
     return rows.assign(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.facts import Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.facts import Conditions, JudgedFacts, RoutedFacts, RunFacts, ServedFacts, TimedFacts
 
 SEED = "workload.seed"
 LAYER = "workload.layer"
@@ -31,7 +31,7 @@ class Comparison:
 
     directory: str
     comparison_id: str
-    facts: TimedFacts | RoutedFacts | JudgedFacts
+    facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts
     run: RunFacts
     conditions: Mapping[int, Conditions]
 

@@ -22,6 +22,7 @@ from moe_ep_bench.analysis.marks import are_names, bars, inches_of_rows, places_
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.paper_claims import METRICS, measured
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
+from moe_ep_bench.analysis.served import QUANTITIES
 from moe_ep_bench.analysis.store import Store, with_draws_apart
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL
 from moe_ep_bench.analysis.tables import by_rank
@@ -127,7 +128,9 @@ def load_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     Each batch and layer is put in order by itself, for its fullest expert is not that of another; then the mean over
     them. A policy is shown at its smallest capacity factor.
     """
-    wanted = "status == 'ok' and role in ('baseline', 'policy') and policy != 'topk' and mode != 'quality'"
+    wanted = (
+        "status == 'ok' and role in ('baseline', 'policy') and policy != 'topk' and mode not in ('quality', 'serve')"
+    )
     rows = matching(rows, wanted)
     if rows.empty:
         return rows
@@ -334,7 +337,7 @@ FIGURES: dict[str, Figure] = {
         ],
         "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
         "pairs that nobody computes, or another expert in their place. {intervals}",
-        where="role in ('policy', 'replication', 'balanced') and speedup_median != null",
+        where="role in ('policy', 'replication', 'balanced') and speedup_median != null and mode != 'serve'",
         needs="role != 'balanced'",
         columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
         beside=_is_upright,
@@ -397,6 +400,25 @@ FIGURES: dict[str, Figure] = {
         rows=pareto_rows,
         columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
         beside=True,
+    ),
+    "served": Figure(
+        "Servers under policies, beside the server without the plugin",
+        [
+            _over_steps("speedup_median", 2.4),
+            _over_steps("ttft_speedup_median", 2.0),
+            _over_steps("tpot_speedup_median", 2.0, where="tpot_speedup_median != null"),
+            _over_steps("throughput_speedup_median", 2.0),
+            _over_steps("equal_share", 1.8, where="equal_share != null"),
+        ],
+        "Native's time over the policy's, of a whole request, to its first token, of each further token, and of a "
+        "round per token; median of pairs. Then the share of answers that are native's. {intervals}",
+        where="role == 'policy' and mode == 'serve' and speedup_median != null",
+        columns=(
+            *_SPEEDUP,
+            *(f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")),
+            *("verdict", "median_ms", "ttft_ms", "tpot_ms", "tokens_per_s", "equal_share", "first_difference"),
+        ),
+        beside=_is_upright,
     ),
     "quality": Figure(
         "Cost of a policy's gain in answers",

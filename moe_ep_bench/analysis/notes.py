@@ -16,7 +16,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
 from moe_ep_bench.analysis.store import KINDS, Comparison, Store
-from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, TimedFacts
+from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, ServedFacts, TimedFacts
 from moe_ep_bench.facts.words import (
     component_words,
     fit_words,
@@ -87,10 +87,18 @@ def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
     one, frame = store.by_id[directory, comparison_id], cases(store)
     rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
     ok = rows[rows["status"] == "ok"]
+    if isinstance(one.facts, ServedFacts):
+        said, weak = _of_servers(one.facts, rows, ok), _weak_servers(ok)
+        return _sentences(said, weak)
     is_timed = KINDS[one.run.mode].is_timed
     said = _of_routing(store, one, rows, ok) + (_of_times(one, rows, ok) if is_timed else [])
     weak = (_weak_times(one, rows, ok) if is_timed else []) + _weak_scores(one, rows, ok)
     weak += _weak_phases(one, rows) if is_timed else []
+    return _sentences(said, weak)
+
+
+def _sentences(said: Sequence[Note], weak: Sequence[Note]) -> list[Line]:
+    """Lines of what is said and of what is warned of."""
     return [
         Line(place, is_warning, text)
         for is_warning, sentences in ((False, said), (True, weak))
@@ -216,6 +224,49 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
             "MoE share f, MoE speedup s: of breakdown iterations; by Amdahl: 1 / (1 - f + f / s) with native's f; no "
             "policy exceeds 1 / (1 - f) = {:.3f}",
             _most(rows, "most_by_amdahl"),
+        ),
+    ]
+
+
+def _of_servers(facts: ServedFacts, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
+    words = "random words" if facts.prompts is None else facts.prompts
+    judged = rows[~rows["role"].isin(["baseline", "noise"]) & rows["speedup_is_interval"].eq(True)]
+    starts = f", and Student's t over {facts.num_starts} starts" if facts.num_starts > 1 else ", of this start only"
+    spread = f"[95 % interval, bootstrapped over rounds, then requests{starts}]"
+    spread = spread if facts.num_batches >= MIN_BATCHES else f"(min..max: fewer than {MIN_BATCHES} rounds)"
+    how = {
+        "together": "all servers were up, and rounds went from one to the next",
+        "in_turn": "servers were up one after another, so that pairs stand minutes apart",
+    }
+    return [
+        (f"prompts: {words}, answers of at most {{:,}} tokens, temperature 0", facts.max_tokens),
+        ("native: the server without the plugin; {}", facts.url is None and how[facts.servers]),
+        ("one server, at {}; native again is the same one", facts.url),
+        ("speedup: native over case, median of pairs of the same request {}", spread),
+        (
+            "noise floor of a request: {:.3f} to {:.3f}, the difference between native and native again",
+            (_most(rows, "floor_low"), _most(rows, "floor_high")),
+        ),
+        (
+            "equal: share of answers that are native's; first difference: the token at which the others differ first "
+            "(median); a busy server rounds by what shares a step, as native again shows",
+            True,
+        ),
+        ("{}", chance_words(4 * len(judged))),
+    ]
+
+
+def _weak_servers(ok: pd.DataFrame) -> list[Note]:
+    native, again = _of(ok, "baseline"), _of(ok, "noise")
+    return [
+        ("native's server was not measured, so there are no speedups", native.empty),
+        (
+            "native was not measured a second time, so there is no noise floor and no verdict",
+            len(native) > 0 and again.empty,
+        ),
+        (
+            "native differs from itself: something differs from server to server; the floor covers it",
+            native_differs(again),
         ),
     ]
 
@@ -363,7 +414,7 @@ def _weak_phases(one: Comparison, rows: pd.DataFrame) -> list[Note]:
 
 def leaves_idle(rows: pd.DataFrame) -> bool:
     """Whether activated experts say anything: some native or policy leaves experts of the fullest rank idle."""
-    rows = rows[rows["role"].isin(["baseline", "policy"])]
+    rows = rows[rows["role"].isin(["baseline", "policy"]) & rows["activated_fullest_rank"].notna()]
     held = rows["num_experts"] / rows["num_ranks"]
     return bool((rows["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * held).any())
 

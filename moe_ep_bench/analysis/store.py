@@ -1,8 +1,8 @@
 """From directories to one store: their comparisons with typed facts, their cases, and a frame for each table on disk.
 
-All kinds of results (``run``, ``emulate``, ``route``, ``quality``) are read alike and have one key: directory,
-comparison, case. ``KINDS`` says which tables a kind has. Samples are pivoted here and nowhere else: on disk each phase
-has a row, in the store a column.
+All kinds of results (``run``, ``emulate``, ``route``, ``quality``, ``serve``) are read alike and have one key:
+directory, comparison, case. ``KINDS`` says which tables a kind has. Samples are pivoted here and nowhere else: on disk
+each phase has a row, in the store a column.
 
 Parts are written whole, by this program alone, so their content is trusted where Parquet's checksums hold. Every case
 of run.json must have a status and, where it was timed, its routing. Anything else is one line that names the file:
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from moe_ep_bench.analysis.draws import Comparison, Read, joined, together
 from moe_ep_bench.errors import UserError, brief, problem_words
-from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, ServedFacts, TimedFacts
 from moe_ep_bench.facts.words import case_label
 from moe_ep_bench.files import read_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory, check_version
@@ -74,6 +74,7 @@ KINDS = {
     REHEARSAL: Kind(TimedFacts, (REHEARSAL, "routing", "frontier")),
     "route": Kind(RoutedFacts, ("routing", "frontier")),
     "quality": Kind(JudgedFacts, ("quality", "quality_routing")),
+    "serve": Kind(ServedFacts, ("requests",), is_timed=True),
 }
 _ALL_TABLES = [*dict.fromkeys(table for kind in KINDS.values() for table in kind.tables)]
 
@@ -109,6 +110,7 @@ class Directory:
         routing: a row per rank, batch and layer.
         frontier: a row per batch and layer, where it was computed.
         rehearsal: a row per launch and rank of cases that ran and were not timed.
+        requests: of ``serve``, a row per launch and request.
         quality, quality_routing: of answers, as in the schema.
     """
 
@@ -119,6 +121,7 @@ class Directory:
     routing: pd.DataFrame
     frontier: pd.DataFrame
     rehearsal: pd.DataFrame
+    requests: pd.DataFrame
     quality: pd.DataFrame
     quality_routing: pd.DataFrame
 
@@ -290,7 +293,7 @@ def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Direct
     return Directory(folder, tuple(one.comparison for one in read), cases, **frames), lines
 
 
-def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts) -> tuple[list[tuple[bool, Any]], int]:
+def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts) -> tuple[list[tuple[bool, Any]], int]:
     """Sorts comparisons: timed ones by the values of their swept keys, numbers before words; others by the config."""
     point = facts.point if isinstance(facts, TimedFacts) else {}
     values = [point[key] for key in sorted(point)]

@@ -56,6 +56,8 @@ def _conditions(rows: pd.DataFrame) -> str:
     facts = rows.iloc[0]
     if facts["mode"] == "route":
         return f"{facts['how']}, {facts['num_batches']:.0f} batch{'es' if facts['num_batches'] > 1 else ''}"
+    if facts["mode"] == "serve":
+        return f"{facts['how']}, {facts['ran_on']}"
     layer_only = facts["scope"] == "layer" and facts["num_replicas"] > 1
     replicas = f" x {facts['num_replicas']:.0f} replicas" if layer_only else ""
     on = ", ".join(filter(None, (facts["ran_on"], facts["links_words"])))
@@ -242,6 +244,18 @@ VIEWS = {
         where=f"mode == '{REHEARSAL}'",
         short=("num_iterations", "num_phases", "peak_memory_gib", "fullest_rank"),
     ),
+    "served": View(
+        (
+            *("label", "median_ms", "speedup_median", "verdict", "tokens_per_s", "throughput_speedup_median"),
+            *("throughput_verdict", "ttft_ms", "ttft_speedup_median", "ttft_verdict"),
+            *("tpot_ms", "tpot_speedup_median", "tpot_verdict", "p99_ms", "ttft_p99_ms", "tpot_p99_ms"),
+            *("equal_share", "first_difference", "logprob_difference"),
+            *("alone_equal_share", "alone_first_difference", "alone_logprob_difference"),
+        ),
+        where="mode == 'serve'",
+        headers={"median_ms": "request"},
+        short=("median_ms", "speedup_median", "verdict", "ttft_ms", "tpot_ms", "tokens_per_s", "equal_share"),
+    ),
     "texts": View(
         (
             *("label", text("phase"), number("perplexity", "ppl", "{:.2f}")),
@@ -323,7 +337,7 @@ VIEWS = {
 }
 # Columns that are no values of a cell.
 _HIDDEN = ["facts", "settings"]
-MAIN = ("layer", "model", REHEARSAL, "route", "texts", "claims", "tasks")
+MAIN = ("layer", "model", REHEARSAL, "route", "served", "texts", "claims", "tasks")
 
 
 def tables(store: Store, views: Sequence[str] = MAIN, asked: Sequence[str] = ()) -> list[Table]:

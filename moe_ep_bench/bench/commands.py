@@ -9,6 +9,7 @@ point can be lost but its own time (``fill``).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,33 +170,35 @@ def fill(
     table: str,
     conditions: Mapping[str, Any],
     describe: Callable[[str], dict[str, Any]],
-    measure: Callable[[str, Any, Sequence[CaseSpec]], object],
+    measure: Callable[..., object],
     *,
     force: bool = False,
+    launches: Sequence[int] | None = None,
 ) -> None:
-    """Go through untimed points, case by case: one whose rows are in the directory is not done again.
+    """Go through points that need no ranks, case by case: one whose rows are in the directory is not done again.
 
     Args:
-        points: of ``plan``, or of ``quality``.
+        points: of ``plan``, of ``quality`` or of ``serve``.
         table: whose rows make a case done.
         describe: returns ``run.json`` for a run's id.
-        measure: writes the rows of a point's cases, given the run's id.
+        measure: writes the rows of a point's cases, given the run's id, and of a launch where there are ``launches``.
+        launches: of a table that is by launch; one that lacks a case is measured whole. None = it is not.
 
     Raises:
         ValueError: the directory cannot be used; one line.
     """
     with _held(directory, points, conditions, force=force):
-        run_id, todo = _new_run_id(), {}
-        for point in points:
-            done = directory.statuses(point.comparison_id, table=table)
+        run_id, todo = _new_run_id(), []
+        for point, launch in itertools.product(points, [None] if launches is None else launches):
+            done = directory.statuses(point.comparison_id, launch, table)
             cases = [case for case in point.cases if force or case.case_id not in done]
             if cases:
-                todo[point] = cases
+                todo.append((point, cases) if launch is None else (point, point.cases, launch))
         directory.write_run(describe(run_id), table)
         if not todo:
             print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
-        for point, cases in todo.items():
-            measure(run_id, point, cases)
+        for one in todo:
+            measure(run_id, *one)
 
 
 def _new_run_id() -> str:

@@ -244,6 +244,19 @@ def _quality(options: Namespace) -> int:
     return OK
 
 
+def _serve(options: Namespace) -> int:
+    from moe_ep_bench.analysis.plot import draw_all
+    from moe_ep_bench.serving.ab import run_serve
+
+    out, url = _out(options), [] if options.url is None else [f"serve.url={options.url}"]
+    how = {"force": options.force, "dry_run": options.dry_run}
+    status = run_serve(options.config, out, [*options.overrides, *url], **how)
+    if options.dry_run:
+        return status
+    status = _shown_of_directory(status, out)
+    return shown(status, lambda: draw_all(out))
+
+
 def _advise(options: Namespace) -> int:
     from moe_ep_bench.bench.advise_config import Bounds, ask, check_reading
 
@@ -363,6 +376,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "validate": _validate,
     "papers": _papers,
     "quality": _quality,
+    "serve": _serve,
     "calibrate": _calibrate,
     "trace info": _trace_info,
     "trace record": _trace_record,

@@ -99,6 +99,10 @@ quality  measure what policies do to a language model's answers, or to its tasks
   @config
   --dry-run  print cases; load no weights and no data
   @cpu
+serve  compare live servers under policies with one without: time, throughput, answers
+  @config
+  --url URL  ask this running server instead, whose policy is its own
+  --dry-run  print cases; start no server
 calibrate  measure this machine's all-to-all
   --out FILE  default: results/calibration/links.yaml
   --max-bytes N  largest message (default: 2^30; CPU: 2^26)

@@ -26,7 +26,15 @@ from moe_ep_bench.workload.trace import open_trace
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 # Keys whose values are paths, whatever they end in.
-_PATHS = ("model.hf_config", "model.checkpoint", "workload.skew_from", "workload.trace", "text.file", "include")
+_PATHS = (
+    "model.hf_config",
+    "model.checkpoint",
+    "workload.skew_from",
+    "workload.trace",
+    "text.file",
+    "prompts.file",
+    "include",
+)
 # Keys whose values are names, or paths where they end as files do; so are values of a policy's fields.
 _NAMES_OR_PATHS = re.compile(
     r"emulate\.(links|device)|(policies|claims(\.\d+)?\.(policy|versus))(\.\d+)?\.(?!name$)\w+"

@@ -447,6 +447,33 @@ class JudgedFacts(JsonRecord):
     limit: int | float | None = None  # of questions
 
 
+class ServedFacts(JsonRecord):
+    """A comparison of ``serve``: servers that were asked the same.
+
+    Attributes:
+        num_batches: rounds of ``requests``, in each start of the servers.
+        prompts: their file; None = random words, ``num_words`` of each.
+        concurrency: requests in flight; None = ``rate`` a second.
+        url: of a server that was running; None = each case had its own.
+    """
+
+    title: str
+    model: str
+    order: int = 0
+    num_batches: Count
+    num_starts: Count
+    requests: Count
+    alone: NonNegativeInt = 0
+    concurrency: Count | None = None
+    rate: PositiveFloat | None = None
+    servers: Literal["together", "in_turn"]
+    url: str | None = None
+    prompts: str | None = None
+    num_words: Count
+    max_tokens: Count
+    num_ranks: Count = 1
+
+
 class CaseFacts(JsonRecord):
     """What a case is (``words.label_words`` names it).
 
@@ -609,8 +636,14 @@ class Pairs(JsonRecord):
 # ---- origins ---------------------------------------------------------------------------------------------------------
 
 
-def origin_of(run: RunFacts, facts: ComparisonFacts | JudgedFacts) -> str | None:
+def origin_of(run: RunFacts, facts: ComparisonFacts | JudgedFacts | ServedFacts) -> str | None:
     """One of ``ORIGINS``; routed or rehearsed where there are no times, None of answers."""
     if isinstance(facts, TimedFacts) and facts.device is not None:
         return PARTLY_ELSEWHERE if facts.is_elsewhere else "modelled"
-    return {"run": "measured", "emulated": "emulated", "route": "routed", REHEARSAL: "rehearsed"}.get(run.mode)
+    return {
+        "run": "measured",
+        "serve": "measured",
+        "emulated": "emulated",
+        "route": "routed",
+        REHEARSAL: "rehearsed",
+    }.get(run.mode)

@@ -34,6 +34,7 @@ from moe_ep_bench.facts import (
     RoutedFacts,
     Rows,
     RunFacts,
+    ServedFacts,
     SkewFacts,
     SkewLayers,
     Subject,
@@ -48,6 +49,7 @@ MODE_WORDS = {
     "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
     "route": "routing only (nothing was timed)",
     "quality": "answers (nothing was timed)",
+    "serve": "measured by a client, from sending to the last token",
     "rehearsal": "rehearsal (ranks shared a device, so nothing was timed)",
 }
 MODELLED = "modelled (nothing was run)"
@@ -196,7 +198,7 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
             words = ELSEWHERE if facts.is_elsewhere else MODELLED
         elif facts.mixes_machines:
             words += f", MIXED MACHINES: experts of this CPU ({scale_words(facts.scale)}) behind links of GPUs"
-    return f"whole models, {words}" if run.scope == "model" else words
+    return f"whole models, {words}" if run.scope == "model" and run.mode != "serve" else words
 
 
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
@@ -230,9 +232,11 @@ def layer_words(facts: TimedFacts) -> str:
 
 def ran_on_words(run: RunFacts, facts: ComparisonFacts, *, in_short: bool = False) -> str:
     """The devices and how many ranks used them, without what carried the collectives; empty where nothing ran."""
+    environment = run.environment
+    if isinstance(facts, ServedFacts):
+        return environment.device_name if facts.url is None else facts.url
     if not isinstance(facts, TimedFacts):
         return ""
-    environment = run.environment
     if facts.device is not None:
         described = modelled_device(facts.device, facts.expert_rows) if in_short else device_words(facts)
         return f"{facts.world_size} ranks, {described}"
@@ -546,7 +550,7 @@ def component_words(component: Component) -> str:
 # ---- titles and workloads --------------------------------------------------------------------------------------------
 
 
-def title_words(facts: Subject | JudgedFacts) -> str:
+def title_words(facts: Subject | JudgedFacts | ServedFacts) -> str:
     """Model, extent, sizes and traffic."""
     if facts.title is not None:
         return facts.title

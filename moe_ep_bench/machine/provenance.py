@@ -131,7 +131,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 # Commands whose first argument is a config.
-_OF_A_CONFIG = ("run", "emulate", "route", "validate", "papers", "quality")
+_OF_A_CONFIG = ("run", "emulate", "route", "validate", "papers", "quality", "serve")
 
 
 def asked(arguments: Sequence[str]) -> dict[str, str]:

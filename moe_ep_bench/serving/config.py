@@ -1,0 +1,100 @@
+"""Read the YAML config of ``serve``: how servers are started, what they are asked, and under which policies they serve.
+
+Policies are written as in every other config. Relative paths start at the config's own folder.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from moe_ep_bench.config import NAME, SweepPoint
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.presets import MOST, MOST_RUNS, MOST_SEED, PolicyEntry, Strict, spelled_out
+
+
+class PromptsConfig(Strict):
+    file: Annotated[Path | None, NAME] = None
+    """JSONL, a ``prompt`` in each line; null = random words."""
+    num_words: int = Field(64, ge=1, le=MOST_RUNS)
+    """Words of a random prompt."""
+    seed: int = Field(0, ge=0, le=MOST_SEED)
+    """Seed of random prompts and of arrivals."""
+    max_tokens: int = Field(64, ge=1, le=MOST)
+    """Tokens of an answer."""
+    ignore_eos: bool = True
+    """Answer to ``max_tokens``, as vLLM and SGLang can."""
+    logprobs: bool = True
+    """Ask for log-probabilities of an answer's tokens."""
+
+
+class ServersConfig(Strict):
+    model: str = Field(min_length=1)
+    """What ``{model}`` stands for."""
+    command: str = "vllm serve {model} --port {port} --enforce-eager"
+    """Start of a server."""
+    url: str | None = None
+    """A running server, in place of those; its policy is its own."""
+    servers: Literal["together", "in_turn"] = "in_turn"
+    """All servers alive, rounds interleaved; or one at a time, as memory asks."""
+    starts: int = Field(1, ge=1, le=MOST_RUNS)
+    """Starts of every server."""
+    start_s: float = Field(600, gt=0)
+    """Limit of a start."""
+    rounds: int = Field(10, ge=1, le=MOST_RUNS)
+    """Rounds of requests; intervals need ten."""
+    requests: int = Field(16, ge=1, le=MOST_RUNS)
+    """Requests of a round."""
+    alone: int = Field(8, ge=0, le=MOST_RUNS)
+    """Requests sent one at a time, untimed, to compare answers."""
+    concurrency: int | None = Field(None, ge=1, le=MOST_RUNS)
+    """Requests in flight; this or rate."""
+    rate: float | None = Field(None, gt=0)
+    """Requests per second, Poisson arrivals."""
+    request_s: float = Field(600, gt=0)
+    """Limit of an answer."""
+    acts_in: tuple[Literal["prefill", "decode"], ...] | None = Field(None, min_length=1)
+    """Stages in which policies act; null = each policy's own."""
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: str) -> str:
+        if "{port}" not in command:
+            raise UserError(f"expected {{port}} in it, got {command}")
+        try:
+            shlex.split(command)
+        except ValueError as problem:
+            raise UserError(f"expected a shell's words, got {command} ({problem})") from None
+        return command
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise UserError(f"expected http://HOST:PORT or https://HOST, got {url}")
+        return url and url.rstrip("/").removesuffix("/v1")
+
+    @model_validator(mode="after")
+    def _check_load(self) -> ServersConfig:
+        if (self.concurrency is None) == (self.rate is None):
+            got = "neither" if self.rate is None else "both"
+            raise UserError(f"concurrency, rate: expected one of the two, got {got}")
+        return self
+
+
+class ServeExperiment(SweepPoint):
+    """A config file of ``serve`` at one point of its ``sweep``."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the results; without it, the file's."""
+    serve: ServersConfig
+    prompts: PromptsConfig = PromptsConfig()
+    policies: tuple[PolicyEntry, ...] = ()
+    """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""
+
+    def entries(self) -> list[dict[str, Any]]:
+        """A policy in each, as the plugin reads it; none where the server is somebody else's."""
+        return [] if self.serve.url is not None else list(spelled_out(self.policies))

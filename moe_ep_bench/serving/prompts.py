@@ -1,0 +1,62 @@
+"""The prompts of ``serve``: lines of a JSONL, or random words, which any server's tokenizer takes.
+
+No prompt comes twice to a server, whose prefix cache would answer it: rounds, and what is sent alone, have their own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import parse_json, read_text
+from moe_ep_bench.serving.config import PromptsConfig
+
+Prompt = str | list[int]
+# Common words, of about a token each.
+_WORDS = (
+    "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
+    "were when we there can an your which their said if do will each about how up out them then she many some so these "
+    "would other into has more her two like him see time could no make than first been its who now people my made over "
+    "did down only way find use may water long little very after words called just where most know"
+)
+_WARM_UP = 2**20  # seeds of warm-up lie beyond those of prompts
+
+
+def read_prompts(config: PromptsConfig, number: int) -> list[Prompt]:
+    """The first prompts of a file, or as many random ones.
+
+    Raises:
+        ValueError: one line that names the file, the line and what was expected.
+    """
+    return random_prompts(config, number) if config.file is None else _of_file(config.file, number)
+
+
+def random_prompts(config: PromptsConfig, number: int, *, warm_up: bool = False) -> list[Prompt]:
+    """Prompts of random words; those of ``warm_up`` are no others'."""
+    generator = np.random.default_rng([config.seed, _WARM_UP * warm_up])
+    return [" ".join(generator.choice(_WORDS.split(), config.num_words)) for _ in range(number)]
+
+
+def _of_file(path: Path, number: int) -> list[Prompt]:
+    try:
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the prompts: {error.strerror}") from None
+    if len(lines) < number:
+        raise UserError(
+            f"{path}: expected {number} prompts (serve.rounds x serve.requests + serve.alone), each sent once; "
+            f"got {len(lines)}"
+        )
+    return [_prompt(line, f"{path}: line {place}") for place, line in enumerate(lines[:number], 1)]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    content = parse_json(line, where)
+    prompt = content.get("prompt") if isinstance(content, dict) else None
+    is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+    if not is_ids and not (isinstance(prompt, str) and prompt):
+        raise UserError(f'{where}: expected {{"prompt": text or token ids}}, got {brief(json.dumps(content))}')
+    return prompt

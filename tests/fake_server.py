@@ -1,0 +1,120 @@
+"""A server that speaks OpenAI's protocol and nothing else: fake_server.py PORT [--option VALUE ...].
+
+It answers as the plugin's variable says: tokens count up, under a policy that drops some differ, and each takes its
+time. Options break it: at a start, at a request, or in what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--first-ms", type=float, default=20)
+    parser.add_argument("--token-ms", type=float, default=2)
+    parser.add_argument("--policy-ms", type=float, default=0, help="more for each token under a policy")
+    parser.add_argument("--dies-under", help="a policy under which it ends at its third request")
+    parser.add_argument("--fails-under", help="a policy under which it does not start")
+    parser.add_argument("--hangs-under", help="a policy under which it never answers")
+    parser.add_argument("--refuses", action="store_true", help="requests, with status 400")
+    parser.add_argument("--breaks-off", action="store_true", help="before the end of a stream")
+    parser.add_argument("--bare", action="store_true", help="neither log-probabilities nor a usage")
+    parser.add_argument("--child", action="store_true", help="has a child that outlives it")
+    parser.add_argument("--log", help="a file that gets a line a start and a request")
+    options = parser.parse_args()
+    policy = json.loads(os.environ.get("MOE_EP_BENCH_POLICY", "{}")).get("name")
+    if policy and policy == options.fails_under:
+        print("Traceback: much\nmoe-ep-bench: MOE_EP_BENCH_POLICY: it does not fit\nmore", flush=True)
+        sys.exit(2)
+    if policy and policy == options.hangs_under:
+        time.sleep(1000)
+    if options.child:
+        ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+        child = subprocess.Popen([sys.executable, "-c", ignoring])
+        note(options.log, f"child {child.pid}")
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), handler_of(options, policy))
+    server.daemon_threads = True
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    note(options.log, f"start {os.getpid()} {policy}")
+    server.serve_forever()
+
+
+def note(path: str | None, line: str) -> None:
+    if path:
+        with open(path, "a") as log:
+            log.write(f"{line}\n")
+
+
+def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTPRequestHandler]:
+    number = iter(range(10**9))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.answer(200, {"data": [{"id": "served-name"}]})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            note(options.log, f"request {policy} {time.monotonic()} {json.dumps(asked)}")
+            if policy and policy == options.dies_under and next(number) == 2:
+                print("out of memory", flush=True)
+                os._exit(3)
+            if options.refuses:
+                self.answer(400, {"error": {"message": "prompt too long"}})
+                return
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            pieces = asked["max_tokens"] if not options.breaks_off else 2
+            # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
+            size = len(asked["prompt"])
+            turns = policy == "token_drop" and size % 2 == 0
+            self.event({"choices": [{"text": ""}]})  # of no token
+            for place in range(pieces):
+                time.sleep((options.first_ms if place == 0 else options.token_ms) / 1e3)
+                time.sleep(options.policy_ms / 1e3 if policy else 0)
+                word = f" {size + place + (turns and place >= 2)}"
+                said = {"tokens": [word], "token_logprobs": [-0.5 if policy is None else -0.75]}
+                self.event({"choices": [{"text": word, **({} if options.bare else {"logprobs": said})}]})
+            if options.breaks_off:
+                self.close_connection = True
+                return
+            if not options.bare:
+                usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": pieces}
+                self.event({"choices": [], "usage": usage})
+            self.chunk(b"data: [DONE]\n\n")
+            self.chunk(b"")
+
+        def event(self, content: Any) -> None:
+            self.chunk(f"data: {json.dumps(content)}\n\n".encode())
+
+        def chunk(self, content: bytes) -> None:
+            self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+            self.wfile.flush()
+
+    return Handler
+
+
+if __name__ == "__main__":
+    main()

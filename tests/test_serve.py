@@ -1,0 +1,444 @@
+"""``serve``: the protocol, servers that start, die and are ended, rounds, and results; beside a fake server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from refusals import refusal
+from results_builder import label_in
+
+from moe_ep_bench.analysis.cases import cases
+from moe_ep_bench.analysis.compare import compare_directories
+from moe_ep_bench.analysis.served import agreement, first_difference, request_times
+from moe_ep_bench.analysis.store import load
+from moe_ep_bench.cli import main
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.serving import POLICY, RECORD, server
+from moe_ep_bench.serving.client import Answer, Client
+from moe_ep_bench.serving.config import PromptsConfig
+from moe_ep_bench.serving.prompts import random_prompts, read_prompts
+from moe_ep_bench.serving.server import Running, Server, ServerError
+
+TESTS = Path(__file__).parent
+FAKE = shlex.join([sys.executable, str(TESTS / "fake_server.py"), "{port}"]).replace("'{port}'", "{port}")
+DROP = {"name": "token_drop", "capacity_factor": 1.0}
+CONFIG: dict[str, Any] = {
+    "serve": {
+        "model": "/models/tiny",
+        "servers": "together",
+        "rounds": 10,
+        "requests": 3,
+        "alone": 2,
+        "concurrency": 3,
+        "start_s": 60,
+        "request_s": 30,
+    },
+    "prompts": {"num_words": 4, "max_tokens": 5},
+    "policies": [{"name": "topk"}, DROP],
+}
+
+
+def config_in(folder: Path, options: str = "", policies: list[Any] | None = None, **changes: Any) -> Path:
+    """A config whose servers are fake ones with these options; they note in ``log`` what happens to them."""
+    command = f"{FAKE} --log {folder / 'log'} {options}"
+    content = {**CONFIG, "serve": {**CONFIG["serve"], "command": command, **changes}}
+    content |= {} if policies is None else {"policies": policies}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(content))
+    return folder / "mine.yaml"
+
+
+def serve(config: Path, *more: str) -> int:
+    return main(["serve", str(config), "--out", str(config.parent / "out"), *more])
+
+
+def rows_in(folder: Path) -> dict[str, pd.DataFrame]:
+    """Rows of every case by its label."""
+    named = json.loads((folder / "out" / "run.json").read_text())["cases"]
+    rows = pd.concat(pq.read_table(part).to_pandas() for part in sorted((folder / "out" / "requests").iterdir()))
+    in_order = sorted(named.items(), key=lambda item: item[1]["order"])
+    return {label_in(case): rows[rows["case_id"] == case_id] for case_id, case in in_order}
+
+
+def noted(folder: Path, what: str) -> list[list[str]]:
+    """Words of the lines that servers noted, of one kind."""
+    lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
+    return [line.split(maxsplit=3) for line in lines if line.startswith(f"{what} ")]
+
+
+def left_of(folder: Path) -> list[int]:
+    """Processes of servers, and of their children, that are still there."""
+    pids = [int(words[1]) for what in ("start", "child") for words in noted(folder, what)]
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@contextlib.contextmanager
+def fake(folder: Path, options: str = "") -> Iterator[Server]:
+    one = Server(f"{FAKE} {options}", "/models/tiny", os.environ, folder / "server.log", 60)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def asked(url: str, prompts: list[Any], max_tokens: int = 4, limit_s: float = 30, **load: Any) -> list[Answer]:
+    client = Client(url, "served-name", limit_s, max_tokens=max_tokens, logprobs=1)
+    try:
+        return client.send(prompts, **(load or {"concurrency": 1}))
+    finally:
+        client.close()
+
+
+# ---- the protocol ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_token_is_clocked_from_sending_and_a_piece_without_one_does_not_count(tmp_path: Path) -> None:
+    with fake(tmp_path, "--first-ms 150 --token-ms 20") as one:
+        (answer,) = asked(one.url, ["a b c"])
+    assert 150e3 <= answer.first_us < 1e6
+    assert answer.time_us - answer.first_us >= 3 * 20e3
+    assert (answer.num_prompt_tokens, answer.num_tokens) == (3, 4)
+    assert answer.text == " 5 6 7 8"
+    assert answer.tokens == [" 5", " 6", " 7", " 8"]
+    assert answer.logprobs == [-0.5] * 4
+
+
+def test_a_server_that_counts_nothing_is_counted_by_pieces(tmp_path: Path) -> None:
+    with fake(tmp_path, "--bare") as one:
+        (answer,) = asked(one.url, ["a"])
+    assert (answer.num_tokens, answer.num_prompt_tokens, answer.tokens, answer.failure) == (4, None, [], None)
+
+
+def test_as_many_requests_are_in_flight_as_asked_and_answers_keep_their_order(tmp_path: Path) -> None:
+    with fake(tmp_path, "--first-ms 100 --token-ms 0") as one:
+        answers = asked(one.url, ["x" * size for size in range(1, 7)], concurrency=2)
+    assert [answer.text.split()[0] for answer in answers] == list("123456")
+    begin = np.array([answer.sent_us for answer in answers])
+    end = begin + [answer.time_us for answer in answers]
+    in_flight = [int(((begin <= at) & (at < end)).sum()) for at in begin]
+    assert max(in_flight) == 2
+    assert max(end) >= 3 * 100e3
+
+
+def test_arrivals_at_a_rate_are_those_of_the_seed_and_wait_for_no_answer(tmp_path: Path) -> None:
+    with fake(tmp_path, "--first-ms 300") as one:
+        answers = asked(one.url, ["x"] * 5, rate=50.0, seed=7)
+    gaps_s = np.random.default_rng(7).exponential(1 / 50, 4)
+    sent_s = np.array([answer.sent_us for answer in answers]) / 1e6
+    assert (sent_s[1:] >= gaps_s.cumsum() - 1e-3).all()
+    assert sent_s[-1] < 0.3, "all are sent before the first is answered"
+
+
+@pytest.mark.parametrize(
+    ("options", "limit_s", "expected"),
+    [
+        ("--refuses", 30, "HTTP 400: "),
+        ("--breaks-off", 30, "RemoteProtocolError"),
+        ("--first-ms 5000", 0.2, "no answer within 0.2 s (serve.request_s)"),
+    ],
+    ids=["refused", "broken off", "too late"],
+)
+def test_a_request_without_an_answer_says_why(tmp_path: Path, options: str, limit_s: float, expected: str) -> None:
+    with fake(tmp_path, options) as one:
+        (answer,) = asked(one.url, ["a"], limit_s=limit_s)
+    assert answer.failure.startswith(expected)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_another_takes_in_between_is_given_up_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake(tmp_path) as other:  # which would answer in its place
+        free = server.free_port()
+        ports = iter([other.port, free])
+        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        with fake(tmp_path) as one:
+            assert one.port == free
+            assert one.process.pid != other.process.pid
+
+
+def test_a_port_that_is_always_taken_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(server, "free_port", lambda: other.getsockname()[1])
+        one = Server(FAKE, "m", os.environ, tmp_path / "log", 60)
+        with pytest.raises(ServerError, match=r"the server ended with status 1: .*[Aa]ddress already in use"):
+            one.start()
+
+
+def test_nothing_is_left_of_a_server_not_even_a_child_that_ignores_signals(tmp_path: Path) -> None:
+    with fake(tmp_path, f"--child --log {tmp_path / 'log'}"):
+        assert len(left_of(tmp_path)) == 2
+    assert left_of(tmp_path) == []
+
+
+def test_a_program_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="cannot start no-such-program: No such file"):
+        Server("no-such-program {port}", "m", os.environ, tmp_path / "log", 60).start()
+
+
+def test_sigterm_ends_the_command_and_all_servers(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "--child --first-ms 500")
+    command = [sys.executable, "-m", "moe_ep_bench", "serve", str(config), "--out", str(tmp_path / "out")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while len(noted(tmp_path, "request")) < 14 and time.monotonic() < deadline:
+            assert child.poll() is None, child.stdout.read().decode()
+            time.sleep(0.05)
+        assert len(left_of(tmp_path)) == 8
+        child.send_signal(signal.SIGTERM)
+        said = child.communicate(timeout=60)[0].decode()
+    finally:
+        child.kill()
+    assert child.returncode == 128 + signal.SIGTERM
+    assert "stopped: what is finished is kept" in said
+    assert "Traceback" not in said
+    assert left_of(tmp_path) == []
+    assert not list((tmp_path / "out").glob("requests/*")), "a start is written as a whole"
+
+
+# ---- a comparison ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished comparison, in whose environment somebody has left variables of the plugin."""
+    folder = tmp_path_factory.mktemp("served")
+    config = config_in(folder, "--policy-ms 40", acts_in=["prefill", "decode"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(POLICY, '{"name": "lynx", "num_dropped": 1}')
+        patch.setenv(RECORD, str(folder / "recorded"))
+        assert serve(config) == OK
+    return folder
+
+
+def test_every_case_has_its_own_server_and_is_asked_the_same(done: Path) -> None:
+    assert sorted(words[2] for words in noted(done, "start")) == ["None", "None", "token_drop", "topk"]
+    rows = rows_in(done)
+    assert list(rows) == ["native", "native again", "topk", "token_drop capacity_factor=1.0"]
+    first = rows["native"]
+    assert first["kind"].value_counts().to_dict() == {"load": 30, "alone": 2}
+    assert first["prompt"].tolist() == list(range(32)), "each prompt once"
+    for of_case in rows.values():
+        assert (of_case["status"] == "ok").all()
+        assert of_case["prompt"].tolist() == first["prompt"].tolist()
+        assert of_case["num_tokens"].eq(5).all()
+    prompts = {}
+    for _, policy, _, body in noted(done, "request"):
+        prompts.setdefault(policy, []).append(json.loads(body)["prompt"])
+    assert len(prompts["topk"]) == 3 + 30 + 2, "a warm-up beside them"
+    assert sorted(prompts["None"]) == sorted(2 * prompts["topk"])
+
+
+def test_rounds_of_servers_interleave_in_an_order_that_changes(done: Path) -> None:
+    by_time = [policy for _, policy, _, _ in sorted(noted(done, "request"), key=lambda words: float(words[2]))]
+    rounds = by_time[4 * 3 : 4 * 3 + 10 * 12]
+    orders = [tuple(rounds[first : first + 12 : 3]) for first in range(0, len(rounds), 12)]
+    assert all(sorted(order) == ["None", "None", "token_drop", "topk"] for order in orders)
+    assert len(set(orders)) > 3
+
+
+def test_speedups_pair_requests_and_a_slower_policy_is_slower(done: Path) -> None:
+    frame = cases(load(done / "out")).set_index("label")
+    native, drop = frame.loc["native"], frame.loc["token_drop capacity_factor=1.0"]
+    assert (native["verdict"], frame.at["native again", "verdict"]) == ("baseline", "noise floor")
+    assert (drop["verdict"], drop["tpot_verdict"]) == ("slower", "slower")
+    assert drop["speedup_is_interval"]
+    rows = rows_in(done)
+    pairs = [rows[name].query("kind == 'load'")["time_us"].to_numpy() for name in ("native", drop.name)]
+    assert drop["speedup_median"] == pytest.approx(np.median(pairs[0] / pairs[1]))
+    assert drop["median_ms"] == pytest.approx(np.median(pairs[1]) / 1e3)
+    assert drop["tpot_ms"] >= 40
+    assert drop["origin"] == "measured"
+
+
+def test_answers_are_compared_with_the_same_prompts_of_native(done: Path) -> None:
+    frame, rows = cases(load(done / "out")).set_index("label"), rows_in(done)
+    drop = frame.loc["token_drop capacity_factor=1.0"]
+    texts = [rows[name]["text"][rows[name]["kind"] == "load"] for name in ("native", drop.name)]
+    assert frame.loc["native again", "equal_share"] == frame.loc["topk", "equal_share"] == 1
+    assert 0 < drop["equal_share"] == np.mean([one == other for one, other in zip(*texts, strict=True)]) < 1
+    assert drop["first_difference"] == 2
+    assert drop["logprob_difference"] == pytest.approx(0.25)
+    assert np.isnan(frame.at["native", "equal_share"])
+
+
+def test_throughput_is_of_all_tokens_of_a_round(done: Path) -> None:
+    requests = load(done / "out").directories[0].requests
+    rows = requests[(requests["case"] == 0) & (requests["batch"] == 4)]
+    end_us = (rows["sent_us"] + rows["time_us"]).max() - rows["sent_us"].min()
+    assert request_times(requests).loc[(0, 0, 4, 0), "round_us"] == pytest.approx(end_us / 15)
+
+
+def test_tables_figures_and_a_page_come_out(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(done / "out")]) == OK
+    shown = capsys.readouterr().out
+    assert "tiny, 3 in flight, 10 rounds of 3 requests: measured by a client" in shown
+    assert "noise floor of a request" in shown
+    assert main(["show", str(done / "out"), "--format", "html"]) == OK
+    assert main(["plot", str(done / "out"), "--out", str(done / "figures")]) == OK
+    drawn = pd.read_csv(done / "figures" / "served.csv")
+    assert drawn["label"].tolist() == ["topk", "token_drop capacity_factor=1.0"]
+    assert sorted(path.stem for path in (done / "figures").glob("*.csv")) == ["served"]
+
+
+def test_what_is_finished_is_not_repeated(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (done / "log").read_text()
+    assert serve(done / "mine.yaml", "--dry-run") == OK
+    assert "topk" in capsys.readouterr().out
+    assert serve(done / "mine.yaml") == OK
+    assert (done / "log").read_text() == before
+
+
+def test_a_lost_server_is_a_row_with_its_reason_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--fails-under topk --dies-under token_drop --hangs-under lynx"
+    policies = [*CONFIG["policies"], {"name": "lynx", "num_dropped": 1}, {"name": "oea", "k0": 1}]
+    assert serve(config_in(tmp_path, options, policies, start_s=15)) == CASES_FAILED
+    frame = cases(load(tmp_path / "out")).set_index("policy")
+    reasons = {name: (row["status"], row["reason"]) for name, row in frame.iterrows() if row["status"] != "ok"}
+    assert reasons == {
+        "topk": (
+            "failed",
+            "the server ended with status 2: moe-ep-bench: MOE_EP_BENCH_POLICY: it does not fit",
+        ),
+        "token_drop": ("failed", "the warm-up: the server ended with status 3: out of memory"),
+        "lynx": ("timeout", "did not answer within 15 s (serve.start_s)"),
+    }
+    assert frame.loc["oea", "status"] == "ok"
+    assert "token_drop capacity_factor=1.0: failed: the warm-up" in capsys.readouterr().err
+    assert left_of(tmp_path) == []
+
+
+def test_servers_in_turn_are_up_one_at_a_time_and_each_start_is_a_launch(tmp_path: Path) -> None:
+    config = config_in(tmp_path, policies=[DROP], servers="in_turn", starts=2, rounds=2, requests=2, alone=0)
+    assert serve(config) == OK
+    assert len(noted(tmp_path, "start")) == 2 * 3
+    rows = rows_in(tmp_path)["native"]
+    assert sorted(rows["launch"]) == [0] * 4 + [1] * 4
+    by_time = [policy for _, policy, _, _ in noted(tmp_path, "request")]
+    blocks = [by_time[first : first + 6] for first in range(0, len(by_time), 6)]
+    assert all(len(set(block)) == 1 for block in blocks), "a warm-up and both rounds, then the next server"
+    assert cases(load(tmp_path / "out"))["num_launches"].tolist() == [2] * 3
+
+
+def test_a_running_server_is_asked_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake(tmp_path) as one:
+        assert serve(config_in(tmp_path), "--url", f"{one.url}/v1") == OK
+        assert one.died() is None
+    assert list(rows_in(tmp_path)) == ["native", "native again"]
+    assert f"one server, at {one.url}" in (main(["show", str(tmp_path / "out")]), capsys.readouterr().out)[1]
+    assert noted(tmp_path, "start") == []
+
+
+def test_two_jobs_are_compared_by_their_own_native(done: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, "--first-ms 200", acts_in=["prefill", "decode"])
+    assert serve(config) == OK
+    change = compare_directories(done / "out", tmp_path / "out", limit=0.03)
+    rows = change.cases.set_index("label")
+    assert rows.at["native", "verdict"] == "slower"
+    assert rows.at["token_drop capacity_factor=1.0", "outcome"] == "passed"
+    assert any("conditions differ: command " in note for table in change.tables for note in table.notes)
+
+
+# ---- answers by hand -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [("abc", "abc", None), ("abd", "abc", 2), ("ab", "abc", 2), ("", "a", 0), (["a", "b"], ["a", "c"], 1)],
+)
+def test_the_first_difference_is_the_first(ours: Any, theirs: Any, expected: int | None) -> None:
+    assert first_difference(ours, theirs) == expected
+    assert first_difference(theirs, ours) == expected
+
+
+def test_log_probabilities_count_up_to_the_first_difference() -> None:
+    place = {"kind": "load", "launch": 0, "batch": 0, "iteration": 0, "prompt": 0}
+    rows = [
+        {"case": 0, **place, "text": "abc", "tokens": ["a", "b", "c"], "logprobs": [-1.0, -2.0, -3.0]},
+        {"case": 1, **place, "text": "abd", "tokens": ["a", "b", "d"], "logprobs": [-1.5, -2.0, -9.0]},
+    ]
+    found = agreement(pd.DataFrame(rows), pd.Series([0, 0])).loc[1]
+    assert found[["equal_share", "first_difference", "logprob_difference"]].tolist() == [0, 2, 0.25]
+
+
+# ---- prompts and mistakes --------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_the_seeds_and_warm_up_has_others() -> None:
+    config = PromptsConfig(num_words=7)
+    prompts = read_prompts(config, 20)
+    assert prompts == read_prompts(config, 20)
+    assert prompts[:5] == read_prompts(config, 5)
+    assert {len(prompt.split()) for prompt in prompts} == {7}
+    assert not set(prompts) & set(random_prompts(config, 20, warm_up=True))
+
+
+def test_prompts_of_a_file_are_texts_or_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": [1, 2], "id": 3}\n{"prompt": "three"}\n')
+    assert read_prompts(PromptsConfig(file=tmp_path / "mine.jsonl"), 2) == ["one", [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (['{"prompt": "a"}'], "mine.jsonl: expected 2 prompts (serve.rounds x serve.requests + serve.alone)"),
+        (['{"prompt": "a"}', "b"], "mine.jsonl: line 2: expected JSON, got 'b'"),
+        (['{"text": "a"}', "[]"], 'mine.jsonl: line 1: expected {"prompt": text or token ids}, got'),
+        (['{"prompt": [1, "a"]}', "[]"], "mine.jsonl: line 1: expected"),
+    ],
+)
+def test_a_file_without_enough_prompts_is_refused(tmp_path: Path, lines: list[str], expected: str) -> None:
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    assert expected in refusal(read_prompts, PromptsConfig(file=tmp_path / "mine.jsonl"), 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("serve.rate=2", "mine.yaml: serve: concurrency, rate: expected one of the two, got both"),
+        ("serve.concurrency=null", "mine.yaml: serve: concurrency, rate: expected one of the two, got neither"),
+        ("serve.command=vllm serve", "mine.yaml: serve.command: expected {port} in it, got vllm serve"),
+        ("serve.command=vllm 'serve {port}", "mine.yaml: serve.command: expected a shell's words"),
+        ("serve.url=localhost:8000", "mine.yaml: serve.url: expected http://HOST:PORT or https://HOST, got localhost"),
+        ("serve.servers=all", "mine.yaml: serve.servers: expected 'together' or 'in_turn', got 'all'"),
+        ("serve.port=1", "mine.yaml: serve.port: no such key; expected one of model, command, url, servers"),
+        ("prompts.file=none.jsonl", "none.jsonl: cannot read the prompts: No such file"),
+        ("policies.1.capacity_factor=-1", "capacity_factor: "),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, expected: str
+) -> None:
+    assert serve(config_in(tmp_path), "--set", override) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+    assert noted(tmp_path, "start") == []
+
+
+def test_nobody_at_a_url_is_a_reason() -> None:
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:\d+/v1/models: "):
+        Running(f"http://127.0.0.1:{server.free_port()}", "m", 2).start()

@@ -181,8 +181,14 @@ if [ -n "$system_torch" ]; then
 fi
 # The newest CUDA 12 that pytorch.org builds both pinned versions for.
 [ -z "$cuda12" ] || constraints=$(sed 's/^\(torch==[0-9.]*\)/\1+cu126/' <<<"$constraints")
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+# A line for each package, so that minutes of downloads are not silent.
+progress() {
+  sed -unE \
+    -e 's/^ *(Downloading|Using cached|Processing) (.*\/)?([A-Za-z0-9_.]+)-([^-]+)-[^ ]*\.whl( \([0-9.]+ [kMG]?B\))?( .*)?$/  \3 \4\5/p' \
+    -e 's/^Installing collected packages.*/  installing them .../p'
+}
+"$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
   ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
-  --constraint <(echo "$constraints") --requirement <(echo "$needs") || exit 1
+  --constraint <(echo "$constraints") --requirement <(echo "$needs") | progress || exit 1
 install_clone
 echo "$pins" >"$venv/.pins"

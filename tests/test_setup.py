@@ -243,12 +243,18 @@ def test_a_later_plain_set_up_takes_an_environment_whose_pins_are_not_old(enviro
     assert snapshot(environment) == before
 
 
+def expected_torch(build):
+    return f"{PINS['torch']}+{build}"
+
+
 @pytest.mark.parametrize(("flags", "build"), [([], "cu130"), (["--cuda12"], "cu126")])
 def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, clone, offline, tmp_path):
     plain, environment = make_plain(tmp_path / "python"), tmp_path / "environment"
     done = setup(clone, "--python", plain, "--venv", environment, *flags, cwd=tmp_path, **offline)
     assert (done.returncode, done.stderr) == (0, "")
-    expected = PINS | {"torch": f"{PINS['torch']}+{build}"}
+    assert f"  torch {expected_torch(build)}\n" in done.stdout, "a line for each package"
+    assert done.stdout.endswith("  installing them ...\n")
+    expected = PINS | {"torch": expected_torch(build)}
     assert versions_in(environment, expected) == expected
     made = snapshot(environment)
     assert setup(clone, "--python", plain, "--venv", environment, cwd=tmp_path).returncode == 0

@@ -27,7 +27,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -88,19 +89,28 @@ def load_device_of_layer(
     Raises:
         UserError: also a dtype that the device has no figures of, a shape or an EP size that was not measured.
     """
+    if name.startswith(PREFIX):
+        return _device_of_tables(root(), name, model, ep_size, dtype, exchange)
+    device = load_device(name)
+    if dtype not in device.dtypes:
+        raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {device.name}")
+    return device
+
+
+@lru_cache(maxsize=32)
+def _device_of_tables(
+    folder: Path, name: str, model: ModelSpec, ep_size: int, dtype: str, exchange: Copies | None
+) -> Device:
+    """``load_device_of_layer`` of a table's name; points of a sweep share it, for the files of ``folder`` stay."""
     device = load_device(name)
     if is_open(name):
         for tables in Tables.newest(name, "moe", _wanted(name, ep_size, exchange)):
             with contextlib.suppress(UserError):  # of another shape or dtype
-                return load_device_of_layer(tables.name, model, ep_size, dtype)
+                return _device_of_tables(folder, tables.name, model, ep_size, dtype, None)
         shape = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
         raise UserError(
             f"{name}: expected experts that were measured; got none of {shape_words(shape)}, EP {ep_size}, {dtype}"
         )
-    if not name.startswith(PREFIX):
-        if dtype not in device.dtypes:
-            raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {device.name}")
-        return device
     tables = Tables.named(name, "moe")
     measured = tables.read(["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"]
     dtypes = sorted(set(measured) & PRECISIONS.keys())

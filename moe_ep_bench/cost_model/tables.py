@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -281,6 +281,31 @@ def load_links_of_layer(
     Raises:
         UserError: also what was not measured, with a list of what was.
     """
+    if not name.startswith(PREFIX):
+        return _other_links(name, num_ranks, sms)
+    return _links_of_tables(root(), name, model, num_ranks, dtype, sms, dispatch_dtype, decodes=decodes)
+
+
+def _other_links(name: str, num_ranks: int, sms: int | None) -> Links:
+    """``load_links`` where nothing says how many multiprocessors an exchange holds."""
+    if sms is not None:
+        raise UserError(f"exchange_sms: expected none but with an exchange of tables, got {sms} with {name}")
+    return load_links(name, num_ranks)
+
+
+@lru_cache(maxsize=32)
+def _links_of_tables(
+    folder: Path,
+    name: str,
+    model: ModelSpec,
+    num_ranks: int,
+    dtype: str,
+    sms: int | None,
+    dispatch_dtype: str | None,
+    *,
+    decodes: bool = False,
+) -> Links:
+    """``load_links_of_layer`` of a table's name; points of a sweep share it, for the files of ``folder`` stay."""
     if is_open(name):
         wanted = [
             (framework, backend)
@@ -290,16 +315,15 @@ def load_links_of_layer(
         ]
         for tables in Tables.newest(name, "comm", wanted):
             with contextlib.suppress(UserError):  # of another shape
-                return load_links_of_layer(tables.name, model, num_ranks, dtype, sms, dispatch_dtype)
+                return _links_of_tables(folder, tables.name, model, num_ranks, dtype, sms, dispatch_dtype)
         stage = "decode" if decodes else "prefill"
         raise UserError(
             f"{name}: expected an exchange that was measured at {stage}; got none of hidden size"
             f" {model.expert_hidden_size}, EP {num_ranks}"
         )
-    if not name.startswith(PREFIX) or not (tables := Tables.named(name, "comm")).backend:
-        if sms is not None:
-            raise UserError(f"exchange_sms: expected none but with an exchange of tables, got {sms} with {name}")
-        return load_links(name, num_ranks)
+    tables = Tables.named(name, "comm")
+    if not tables.backend:
+        return _other_links(name, num_ranks, sms)
     per_node = _GPUS.get(tables.system, 8)
     others = _OTHER_LINKS.get(tables.system, _HOPPER_LINKS)
     links = Links.named(others[-1] if num_ranks > per_node else others[0])

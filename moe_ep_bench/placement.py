@@ -457,7 +457,7 @@ class Slots:
             rows.append(
                 {"num_tokens": len(map_PE), **dict(zip(("slot_load_P", "copies_R", "copies_N"), counts, strict=True))}
             )
-            before_E = before_E + map_PE.sum(dim=0).cpu().numpy()
+            before_E = before_E + np.bincount(self.expert_P, counts[0], len(before_E)).astype(np.int64)
         return rows
 
     def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:

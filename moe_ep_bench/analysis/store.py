@@ -79,11 +79,16 @@ KINDS = {
 _ALL_TABLES = [*dict.fromkeys(table for kind in KINDS.values() for table in kind.tables)]
 
 
+# Lists of every rank's counts that no view asks for; those that are read are narrower than on disk.
+_UNREAD = {"copies_R", "copies_N", "image_load_E"}
+_COUNTS, _NARROW_COUNTS = pa.list_(pa.int64()), pa.list_(pa.int32())
+
+
 def _read_columns(table: str) -> list[str]:
     """Columns that are read of a part: not those that say which case a row is of."""
     if table == "samples":
         return [*ITERATION, "kind", "rank", "layer", "phase", "time_us", *BESIDE]
-    of_case = {name for name, _ in IDENTITY} - {"rank", "batch"}
+    of_case = {name for name, _ in IDENTITY} - {"rank", "batch"} | _UNREAD
     more = [MISSING] if "num_topk_pairs" in TABLES[table].schema.names else []
     return [*(name for name in TABLES[table].schema.names if name not in of_case), *more]
 
@@ -191,6 +196,8 @@ def read_part(table: str, path: Path, columns: Sequence[str]) -> pd.DataFrame:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
             rows = part.read(columns, use_threads=False)
+            types = [_NARROW_COUNTS if field.type == _COUNTS else field.type for field in rows.schema]
+            rows = rows.cast(pa.schema(list(zip(rows.schema.names, types, strict=True))))
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
     # Of millions of samples each word is one object.

@@ -68,7 +68,6 @@ class Router:
         self._contiguous = Slots.contiguous(point.model.num_experts, point.ep_size)
         self._slots: dict[str, tuple[int, Slots]] = {}
         self._load_RE: dict[tuple[str, int | None, int], Tensor] = {}
-        self._plans: dict[_PlanKey, tuple[NDArray[np.int64], float]] = {}
         self._left: dict[tuple[str, int], NDArray[np.int64]] = {}
         self._moved: dict[tuple[_PlanKey, _PlanKey | None], NDArray[np.int64]] = {}
 
@@ -181,8 +180,11 @@ class Router:
         counts_RE, stands_for, exchange_pairs = self.native_counts(batch), self.point.stands_for, None
         if wanted.keeps_places and (pairs := self.point.exchange_pairs(stands_for * counts_RE.sum(axis=0))):
             exchange_pairs = max(1, pairs // stands_for)
-        rule = wanted.of_sample(stands_for)
-        return rule.balance(slot_expert_P, counts_RE, self.point.ranks_per_node, exchange_pairs)
+        rule, per_node = wanted.of_sample(stands_for), self.point.ranks_per_node
+        return self.batches.once(
+            (rule, slot_expert_P.tobytes(), batch, per_node, exchange_pairs),
+            lambda: rule.balance(slot_expert_P, counts_RE, per_node, exchange_pairs),
+        )
 
     def _plan_key(self, wanted: Lossless, batch: int) -> _PlanKey:
         plan, known = None, ()
@@ -193,14 +195,16 @@ class Router:
     def _planned(self, key: _PlanKey) -> tuple[NDArray[np.int64], float]:
         """The expert in each slot, int64 [P], and the milliseconds that this CPU took to plan."""
         point, (spare, plan, known) = self.point, key
-        if key not in self._plans:
+
+        def planned() -> tuple[NDArray[np.int64], float]:
             load_BE = [self.native_counts(other).sum(axis=0) for other in known]
             load_BE = np.array(load_BE, dtype=np.float64).reshape(-1, point.model.num_experts)
             sizes = {"num_ranks": point.ep_size, "spare_per_rank": spare}
             began = time.perf_counter()
             slot_expert_P = plan_ahead(plan, load_BE, **sizes, num_groups=point.model.num_groups or 1)
-            self._plans[key] = slot_expert_P, 1e3 * (time.perf_counter() - began)
-        return self._plans[key]
+            return slot_expert_P, 1e3 * (time.perf_counter() - began)
+
+        return self.batches.once(key, planned)
 
     def _rearranged(self, wanted: Lossless, batch: int) -> Rearrangement | None:
         """What it took to put a batch's plan in place, from the plan before, or from experts at their homes."""

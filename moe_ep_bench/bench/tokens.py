@@ -75,7 +75,7 @@ class Tokens:
 
     @cached_property
     def of_scores(self) -> ScoreMetrics:
-        return score_metrics(self.scores_TE, self.context)
+        return score_metrics(self.scores_TE, replace(self.context, top_k_TE=self.top_k_TE))
 
     def seen_by(self, case: CaseSpec) -> Tokens:
         """The tokens as a case sees them: of the balanced case with balanced loads."""
@@ -163,6 +163,7 @@ class Batches:
         self._point, self._device, self._few = point, device, few
         self._lock, self._kept, self._kept_bytes = threading.Lock(), dict[tuple[int | None, int, int], Tokens](), 0
         self._counts: dict[int, NDArray[np.int64]] = {}
+        self._known: dict[object, Any] = {}
 
     def serves(self, point: Point) -> bool:
         """Whether another point has the same batches, as points that differ in their overlap do."""
@@ -209,6 +210,12 @@ class Batches:
                 return list(pool.map(of_rank, ranks))
         finally:
             torch.set_num_threads(num_threads)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What points share of what follows from all ranks' tokens, by a key of all that it depends on besides."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def native_counts(self, batch: int) -> NDArray[np.int64]:
         """Pairs of each rank's tokens and each expert under the model's own top-k, padding's too: int64 [R, E]."""

@@ -247,9 +247,14 @@ def _statistics(
     def stats_of(tokens: Tokens) -> list[Tensor]:
         return [router.stats_of(case, tokens.seen_by(case)) for case in wide]
 
-    of_ranks = router.for_every_rank(stats_of, layer, batch) if wide else []
-    sums = map(sum, zip(*of_ranks, strict=True))
-    return {case.case_id: of_case.unbind() for case, of_case in zip(wide, sums, strict=False)}
+    if not wide:
+        return {}
+    sums, *others = router.for_every_rank(stats_of, layer, batch)
+    with torch.inference_mode():
+        for of_rank in others:
+            for total, of_case in zip(sums, of_rank, strict=True):
+                total += of_case
+    return {case.case_id: total.unbind() for case, total in zip(wide, sums, strict=True)}
 
 
 def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:

@@ -350,7 +350,7 @@ def dry_run(
 def modelling_s(points: Iterable[Point]) -> float:
     """CPU seconds that an answer takes, about: to start and to say it, and for each case what a rank and a score take.
 
-    Fitted to five questions on two busy cores, which took 0.9 to 1.5 times as long.
+    Fitted to five questions on two busy cores, as more was worked out twice; the README's takes 0.8 times as long now.
     """
     routed_s = 0.0
     for point in points:

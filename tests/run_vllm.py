@@ -1,7 +1,8 @@
-"""Run vLLM's engine in this process on a tiny model, without the plugin and with it: run_vllm.py FAMILY FOLDER.
+"""Run vLLM's engine in this process on a tiny model, without the plugin and with it: run_vllm.py RUN FOLDER.
 
-Leaves ``answers.json`` (tokens and log-probabilities of prompts), ``<run>.npz`` (what the experts of each layer were
-given, and the router's logits) and the recordings of the runs.
+RUN is a family of ``MODELS``, with ``-compiled`` behind it for torch.compile without graphs. Leaves ``answers.json``
+(tokens and log-probabilities of prompts, and the keys of torch.compile's cache), ``<run>.npz`` (what the experts of
+each layer were given, and the router's logits) and the recordings of the runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -56,11 +58,12 @@ def tiny(folder: Path, family: str) -> Path:
     return path
 
 
-def engine(model: Path) -> LLM:
+def engine(model: Path, is_compiled: bool) -> LLM:
+    how: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "NONE"}} if is_compiled else {"enforce_eager": True}
     return LLM(
+        **how,
         model=str(model),
         skip_tokenizer_init=True,
-        enforce_eager=True,
         max_model_len=256,
         gpu_memory_utilization=0.1,
         distributed_executor_backend="uni",
@@ -122,21 +125,27 @@ class Seen:
             finally:
                 del experts.forward_modular
 
-        MoERunner._apply_quant_method = apply
+        self.hook = mock.patch.object(MoERunner, "_apply_quant_method", apply)
 
     def save(self, path: Path) -> None:
         np.savez(path, **{name.replace("/", "|"): np.concatenate(rows) for name, rows in self.arrays.items()})
         self.arrays.clear()
 
 
-def main(family: str, folder: Path) -> None:
+def main(run: str, folder: Path) -> None:
+    family, _, how = run.partition("-")
     model = tiny(folder / family, family)
-    told = {"own": answers(engine(model))}
+    llm = engine(model, bool(how))
+    told, keys = {"own": answers(llm)}, [llm.llm_engine.vllm_config.compute_hash()]
+    del llm  # its end takes the process groups along
     # A second engine in one process finds these in place; the scan for them stumbles over llvmlite (numba).
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     seen = Seen()
+    if not how:  # which torch.compile would look into
+        seen.hook.start()
     ask(None, {"name": "topk"}, folder / "topk")
-    llm = engine(model)
+    llm = engine(model, bool(how))
+    keys.append(llm.llm_engine.vllm_config.compute_hash())
     seen.arrays.clear()  # warm-up
     counts = {}
     for name, policy in (("topk", {"name": "topk"}), ("token_drop", TOKEN_DROP)):
@@ -145,7 +154,7 @@ def main(family: str, folder: Path) -> None:
         seen.save(folder / f"{name}.npz")
         counts[name] = plugin._session.step_router.counts_LC.tolist()
         plugin._shutdown(lambda worker: None, worker)
-    (folder / "answers.json").write_text(json.dumps({"answers": told, "counts": counts}))
+    (folder / "answers.json").write_text(json.dumps({"answers": told, "counts": counts, "keys": keys}))
 
 
 if __name__ == "__main__":

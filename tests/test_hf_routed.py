@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import find_moe_layers
-from moe_ep_bench.quality.routed import _CACHES, ForwardPass, RouterCall, routed
+from moe_ep_bench.quality.routed import _CACHES, ForwardPass, RouterCall, impossible, routed
 
 # Every family, and every implementation of the experts: GPT-OSS's experts are code of their own.
 OTHERS = [*(("gpt_oss", kind) for kind in IMPLEMENTATIONS[::2]), ("mixtral", "eager")]
@@ -127,6 +127,22 @@ def test_scores_that_tie_in_bfloat16_keep_the_models_choice(family: str) -> None
     assert any((s[:, k - 1] - s[:, k] < 1e-6).any() for s, k in zip(kth_T, [o.layer.top_k for o in seen], strict=True))
     assert all(one.routing is not None and torch.equal(one.routing.map_TE, one.own_TE) for one in seen)
     assert torch.equal(logits(model, ids_BS, TOPK), unpatched(model, ids_BS))
+
+
+def test_a_choice_that_no_policy_makes_is_an_error() -> None:
+    layer = find_moe_layers(tiny("mixtral"))[0]
+    scores_TE = torch.rand(5, layer.num_experts, generator=torch.Generator().manual_seed(0))
+    best_TE, worst_TE = (
+        torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, (sign * scores_TE).topk(layer.top_k).indices, True)
+        for sign in (1, -1)
+    )
+    fewer = make_policy({"name": "pruned", "k0": 1})
+    more = make_policy({"name": "expanded_drop", "capacity_factor": 2, "num_candidates": 2})
+    assert impossible(TOPK, layer, scores_TE, best_TE, best_TE) is None
+    assert "topk changed the choice of 5 tokens" in impossible(TOPK, layer, scores_TE, best_TE, worst_TE)
+    assert impossible(fewer, layer, scores_TE, best_TE, worst_TE) is None
+    assert "of the top-k's mass kept, expected at most 1" in impossible(fewer, layer, scores_TE, worst_TE, best_TE)
+    assert impossible(more, layer, scores_TE, worst_TE, best_TE) is None, "it may give a token more experts"
 
 
 def test_a_model_without_routers_or_of_no_known_family_is_refused_in_a_line() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -227,6 +229,48 @@ def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
         loads.append(router.router.loads["qwen"].clone())
     assert [float(load_E.sum()) for load_E in loads] == [64, 128, 192]
     assert float(loads[-1].max() - loads[-1].min()) <= 1  # 192 pairs on 16 experts
+
+
+# ---- the hooks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A stand-in for a release of vLLM with all hooks but some."""
+
+    def make(version: str, *missing: str) -> None:
+        modules: dict[str, Any] = {"vllm": ModuleType("vllm")}
+        for module, name in plugin.HOOKS:
+            owner = modules.setdefault(module, ModuleType(module))
+            *path, last = name.split(".")
+            for part in path:
+                owner.__dict__.setdefault(part, type(part, (), {}))
+                owner = owner.__dict__[part]
+            if name not in missing:
+                setattr(owner, last, len)
+        modules["vllm"].__version__ = version
+        for module, owner in modules.items():
+            monkeypatch.setitem(sys.modules, module, owner)
+
+    return make
+
+
+def test_a_release_that_lacks_a_hook_is_refused_by_its_name(vllm_of: Callable[..., None]) -> None:
+    vllm_of("0.34.0", "Worker.execute_model")
+    told = refusal(plugin.check_hooks)
+    assert told.startswith(
+        "vllm 0.34.0: expected vllm.v1.worker.gpu_worker.Worker.execute_model, which the plugin needs"
+    )
+
+
+@pytest.mark.parametrize(("version", "num_warnings"), [("0.32.0", 0), ("0.33.0", 1)])
+def test_a_release_in_which_the_plugin_was_not_run_is_warned_of(
+    version: str, num_warnings: int, vllm_of: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_of(version)
+    plugin.check_hooks()
+    assert len(caplog.records) == num_warnings
+    assert all(f"vllm {version} has the plugin's hooks" in record.message for record in caplog.records)
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------

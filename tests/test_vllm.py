@@ -28,6 +28,7 @@ from moe_ep_bench.workload.trace import open_trace
 
 pytestmark = pytest.mark.vllm
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+COMPILED = "qwen3_moe-compiled"
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
@@ -43,6 +44,7 @@ class Run(NamedTuple):
     folder: Path
     answers: dict[str, Any]
     counts: dict[str, list[list[float]]]
+    keys: list[str]
 
     def seen(self, name: str) -> dict[str, np.ndarray]:
         """By layer: the router's logits and what the experts were given, tokens in the order of their steps."""
@@ -52,13 +54,13 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[bytes]]]]:
-    """A process for every family, all at once: most of their time is imports."""
+    """A process for every run, all at once: most of their time is imports."""
     children = {}
-    for family in FAMILIES:
-        folder = tmp_path_factory.mktemp(family)
+    for run in (*FAMILIES, COMPILED):
+        folder = tmp_path_factory.mktemp(run)
         with (folder / "log").open("wb") as log:
-            command = [sys.executable, TESTS / "run_vllm.py", family, folder]
-            children[family] = folder, subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+            command = [sys.executable, TESTS / "run_vllm.py", run, folder]
+            children[run] = folder, subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
     yield children
     for _, child in children.values():
         child.kill()
@@ -67,10 +69,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def run(request: pytest.FixtureRequest, engines: dict[str, tuple[Path, subprocess.Popen[bytes]]]) -> Run:
-    folder, child = engines[request.param]
+    return finished(request.param, *engines[request.param])
+
+
+def finished(name: str, folder: Path, child: subprocess.Popen[bytes]) -> Run:
     assert child.wait(timeout=600) == 0, (folder / "log").read_text()[-5000:]
-    told = json.loads((folder / "answers.json").read_text())
-    return Run(request.param, folder, told["answers"], told["counts"])
+    return Run(name.partition("-")[0], folder, **json.loads((folder / "answers.json").read_text()))
 
 
 def layers_of(seen: dict[str, np.ndarray]) -> list[str]:
@@ -80,6 +84,21 @@ def layers_of(seen: dict[str, np.ndarray]) -> list[str]:
 def test_topk_gives_vllms_own_answers(run: Run) -> None:
     assert run.answers["topk"] == run.answers["own"]
     assert run.answers["token_drop"] != run.answers["own"]
+
+
+def test_compiled_code_without_graphs_calls_the_plugin(
+    engines: dict[str, tuple[Path, subprocess.Popen[bytes]]],
+) -> None:
+    run = finished(COMPILED, *engines[COMPILED])
+    assert run.answers["topk"] == run.answers["own"]
+    assert run.answers["token_drop"] != run.answers["own"]
+    assert run.keys[0] != run.keys[1], "what was compiled without the plugin is not found again"
+    for name in ("topk", "token_drop"):
+        assert open_trace(run.folder / name / "prefill.safetensors").num_tokens == 211
+        assert open_trace(run.folder / name / "decode.safetensors").num_tokens == 28
+    counts = {name: pd.DataFrame(rows, columns=COUNTS) for name, rows in run.counts.items()}
+    assert counts["topk"]["dropped"].sum() == 0
+    assert counts["token_drop"]["dropped"].min() > 0
 
 
 @pytest.mark.parametrize("name", ["topk", "token_drop"])

@@ -45,6 +45,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import imbalance, routing_metrics
 from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
+from moe_ep_bench.policies.selection import TopK
 from moe_ep_bench.quality.checkpoint import MoELayer, find_moe_layers
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
 from moe_ep_bench.workload.batch import deal_sequences
@@ -259,6 +260,29 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int) ->
             policy.route(scores_TE, context)
 
 
+# Of a sum of scores, whose terms are float32.
+MASS_ROUNDING = 1e-5
+
+
+def impossible(policy: Policy, layer: MoELayer, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor) -> str | None:
+    """Why a policy cannot have chosen ``map_TE`` where the model chose ``own_TE``, or None.
+
+    ``topk`` changes nothing. Without a bias or groups the top-k are the best scores, so that as many experts or fewer
+    hold no more mass.
+    """
+    if isinstance(policy, TopK):
+        changed = int((map_TE != own_TE).any(dim=1).sum())
+        return f"topk changed the choice of {changed:,} tokens, expected none" if changed else None
+    if layer.spec.selection_bias or layer.groups is not None:
+        return None
+    if policy.most_experts(layer.num_experts, layer.context(1)) > layer.top_k:
+        return None
+    own, kept = (float(scores_TE.masked_fill(~chosen_TE, 0).sum(dtype=torch.float64)) for chosen_TE in (own_TE, map_TE))
+    return (
+        f"{kept / own:.4f} of the top-k's mass kept, expected at most 1" if kept > own * (1 + MASS_ROUNDING) else None
+    )
+
+
 class PolicyRouter:
     """A policy in the place of a model's routers, with what it carries from batch to batch."""
 
@@ -323,6 +347,9 @@ class _Patch:
         routing = None
         if self.router is not None and self.forward_pass.phase in self.acts_in:
             routing = self._route(layer, scores_TE, context)
+            own_valid_TE = own_TE & self.forward_pass.valid_T.unsqueeze(1)
+            if problem := impossible(self.router.policy, layer, scores_TE, own_valid_TE, routing.map_TE):
+                raise RuntimeError(f"{layer.name}: {problem}")
         if self.observe is not None:
             self.observe(RouterCall(layer, self.forward_pass, scores_TE, own_TE, routing, context))
         # Padding selects nothing under a policy; that alone is no change of what anybody reads.

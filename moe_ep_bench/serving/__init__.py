@@ -84,7 +84,7 @@ def check_config(config: Any, asked: Settings) -> None:
         (config.use_v2_model_runner, "Model Runner V2 is not known; set VLLM_USE_V2_MODEL_RUNNER=0"),
         (
             config.device_config.device_type != "cpu" and graphs is not None and graphs.name != "NONE",
-            "graphs are replayed without their routers; start with --enforce-eager",
+            "graphs are replayed without their routers; start with -cc.cudagraph_mode=NONE or --enforce-eager",
         ),
         (config.speculative_config is not None, "speculative decoding computes tokens of no request"),
         (parallel.pipeline_parallel_size > 1, "a pipeline stage holds some of the layers; use --tensor-parallel-size"),

@@ -24,7 +24,7 @@ from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing, TopK
 from moe_ep_bench.quality.checkpoint import Choice, MoELayer
-from moe_ep_bench.quality.routed import PolicyRouter
+from moe_ep_bench.quality.routed import MASS_ROUNDING, PolicyRouter
 
 # Arguments of vLLM's router factory that make scores unknown to policies, and their names in messages.
 _UNKNOWN_ROUTERS = {
@@ -34,8 +34,6 @@ _UNKNOWN_ROUTERS = {
     "bias_vl": "a selection bias for images",
     "num_fused_shared_experts": "shared experts fused into the routed ones",
 }
-# Of a sum of scores in float64, whose terms are float32.
-_MASS_ROUNDING = 1e-5
 COUNTS = ("steps", "tokens", "pairs", "dropped", "rerouted", "own_mass", "mass", "own_activated", "activated")
 
 
@@ -169,7 +167,7 @@ class StepRouter:
             return f"topk changed {changed:,.0f} of {count['pairs']:,.0f} top-k pairs, expected none"
         # With a bias or groups the top-k are not the best scores.
         is_best = all(not layer.spec.selection_bias and layer.groups is None for layer in self.layers)
-        if is_best and count["mass"] > count["own_mass"] * (1 + _MASS_ROUNDING):
+        if is_best and count["mass"] > count["own_mass"] * (1 + MASS_ROUNDING):
             return f"{count['mass'] / count['own_mass']:.4f} of the top-k's mass kept, expected at most 1"
         return None
 

@@ -9,7 +9,8 @@ method says ``Custom``, or a fused kernel would choose experts by itself. A step
 ends the server with a line: no answer comes from a policy that did not decide. Steps of warm-up pass through, for their
 scores may be anything.
 
-The hooks are private to vLLM and held against its release 0.32 (tests/test_vllm.py).
+The hooks are private to vLLM. ``HOOKS`` names them; a release that lacks one is refused, and one in which the plugin
+was not run is warned of: 0.32.0 is run (tests/test_vllm.py), 0.33.0 was only read.
 
 Shapes: T = tokens of a step, E = experts, K = top_k.
 """
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import inspect
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -32,7 +35,30 @@ from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
-RELEASE = "0.32"
+RUN = "0.32"
+# What the plugin wraps or reads, as module and name.
+HOOKS = (
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    ("vllm.model_executor.layers.fused_moe.layer", "create_fused_moe_router"),
+    ("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter._compute_routing"),
+    ("vllm.model_executor.layers.fused_moe.router.fused_moe_router", "FusedMoERouter.routing_method_type"),
+    ("vllm.model_executor.layers.fused_moe.config", "RoutingMethodType.Custom"),
+    ("vllm.model_executor.models.utils", "extract_layer_index"),
+    ("vllm.v1.core.sched.output", "NewRequestData.from_request"),
+    ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
+    ("vllm.v1.worker.gpu_worker", "Worker.execute_model"),
+    ("vllm.v1.worker.gpu_worker", "Worker.shutdown"),
+    ("vllm.config", "CompilationConfig.static_all_moe_layers"),
+    ("vllm.config", "CompilationConfig.static_forward_context"),
+    ("vllm.config", "CompilationConfig.cudagraph_mode"),
+    ("vllm.config", "VllmConfig.shutdown_timeout"),
+    ("vllm.config", "VllmConfig.additional_config"),
+    ("vllm.config", "VllmConfig.use_v2_model_runner"),
+    ("vllm.config", "ParallelConfig.use_sequence_parallel_moe"),
+    ("vllm.config", "ParallelConfig.use_ubatching"),
+    ("vllm.config", "ParallelConfig.prefill_context_parallel_size"),
+    ("vllm.config", "ParallelConfig.enable_eplb"),
+)
 _SHUTDOWN_S = 120
 # What a request that is scheduled first gets from its scheduler: when it came, seconds since the epoch.
 _ARRIVAL = "moe_ep_bench_arrival_s"
@@ -63,10 +89,7 @@ def register() -> None:
         asked = settings(os.environ)
         if asked is None and not _hooks.cache_info().currsize:
             return
-        import vllm
-
-        if not vllm.__version__.startswith(f"{RELEASE}."):
-            raise UserError(f"vllm: the plugin's hooks are private and fit {RELEASE}, got {vllm.__version__}")
+        check_hooks()
     except UserError as problem:
         _end(problem)
     _session = Session(asked)
@@ -76,6 +99,34 @@ def register() -> None:
 def _end(problem: object) -> None:
     print(f"moe-ep-bench: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def check_hooks() -> None:
+    """Refuse a release of vLLM without what the plugin needs; warn of one in which it was not run.
+
+    Raises:
+        ValueError: one line that names what is missing.
+    """
+    import vllm
+
+    for module, name in HOOKS:
+        if not _is_there(module, name):
+            raise UserError(
+                f"vllm {vllm.__version__}: expected {module}.{name}, which the plugin needs; it was run with {RUN}"
+            )
+    if not vllm.__version__.startswith(f"{RUN}."):
+        logger.warning("moe-ep-bench: vllm %s has the plugin's hooks; it was run with %s only", vllm.__version__, RUN)
+
+
+def _is_there(module: str, name: str) -> bool:
+    """Whether a module has a function, or a class an attribute or a field without a default."""
+    owner, _, last = name.rpartition(".")
+    try:
+        found = importlib.import_module(module)
+        found = operator.attrgetter(owner)(found) if owner else found
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(found, last) or last in getattr(found, "__dataclass_fields__", {})
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -175,12 +226,10 @@ def _create_router(inner: Callable[..., Any], **told: Any) -> Any:
     _session.routers.append(told)
     kind = type(router)
 
-    def compute(
-        self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, *, input_ids: Any = None
-    ) -> tuple[Any, Any]:
+    def compute(self: Any, hidden_states: Any, router_logits: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         import torch
 
-        chosen = kind._compute_routing(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+        chosen = kind._compute_routing(self, hidden_states, router_logits, *args, **kwargs)
         return torch.ops.moe_ep_bench.route(router_logits, *chosen, place)
 
     method = property(lambda self: RoutingMethodType.Custom)

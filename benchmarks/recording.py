@@ -4,7 +4,8 @@
 
 Runs where vLLM does (tests/test_vllm.py). One engine serves the same prompts again and again, in turn without the
 plugin, recording, and under `topk`, so that all three meet the same noise. Timed is the worker's step; steps that
-differ in size are compared with those of their own size. The ratio is the median over rounds of a round's own ratio.
+differ in size are compared with those of their own size. The ratio is the median over rounds of a round's own ratio, by
+the clock and by the CPU seconds of the whole process, which on a shared machine with ``OMP_NUM_THREADS=1`` say more.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from moe_ep_bench.serving import POLICY, RECORD
 from moe_ep_bench.serving import vllm as plugin
 
 CASES = ("bare", "recording", "topk")
+CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 
 
 def checkpoint(folder: Path, options: argparse.Namespace) -> Path:
@@ -97,18 +99,20 @@ class Timed:
         if not is_bare:
             plugin._bind(self.worker)
 
-    def seconds(self) -> dict[int, float]:
-        """Serve the prompts once: seconds of a step by its number of tokens, the median of those of one size."""
+    def seconds(self) -> dict[int, dict[str, float]]:
+        """Serve the prompts once: median seconds of steps by their number of tokens and by clock."""
         prompts = [
             {"prompt_token_ids": torch.randint(3, 500, (self.options.tokens // 8,), generator=self.random).tolist()}
             for _ in range(8)
         ]
-        inner, found = type(self.worker).execute_model, {}
+        inner = type(self.worker).execute_model
+        found: dict[int, list[list[float]]] = {}
 
         def execute(worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = [clock() for clock in CLOCKS.values()]
             result = inner(worker, scheduled, *args, **kwargs)
-            found.setdefault(scheduled.total_num_scheduled_tokens, []).append(time.perf_counter() - began)
+            took = [clock() - start for clock, start in zip(CLOCKS.values(), began, strict=True)]
+            found.setdefault(scheduled.total_num_scheduled_tokens, []).append(took)
             return result
 
         type(self.worker).execute_model = execute
@@ -116,7 +120,11 @@ class Timed:
             self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
         finally:
             type(self.worker).execute_model = inner
-        return {size: float(np.median(values)) for size, values in found.items() if size}
+        return {
+            size: dict(zip(CLOCKS, np.median(values, axis=0).tolist(), strict=True))
+            for size, values in found.items()
+            if size
+        }
 
 
 def main() -> None:
@@ -137,13 +145,14 @@ def main() -> None:
             rounds.append(found)
     for size in sorted(rounds[-1]["bare"], reverse=True):
         kept = [found for found in rounds[2:] if all(size in found[case] for case in CASES)]
-        bare = np.array([found["bare"][size] for found in kept])
-        words = [f"step of {size:,} tokens: {np.median(bare) * 1e3:.2f} ms bare"]
-        for case in CASES[1:]:
-            ratios = np.array([found[case][size] for found in kept]) / bare
-            low, middle, high = np.percentile(ratios, [25, 50, 75])
-            words.append(f"{case} {middle:.3f} of it ({low:.3f} to {high:.3f})")
-        print("; ".join(words))
+        for clock in CLOCKS:
+            bare = np.array([found["bare"][size][clock] for found in kept])
+            words = [f"step of {size:,} tokens, {clock}: {np.median(bare) * 1e3:.2f} ms bare"]
+            for case in CASES[1:]:
+                ratios = np.array([found[case][size][clock] for found in kept]) / bare
+                low, middle, high = np.percentile(ratios, [25, 50, 75])
+                words.append(f"{case} {middle:.3f} of it ({low:.3f} to {high:.3f})")
+            print("; ".join(words))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_compiled_code_without_graphs_calls_the_plugin(
 def test_a_recording_holds_what_the_routers_chose(run: Run, name: str) -> None:
     """In the first step all prompts, one after the other; so the rows of the recording are those of the kernel."""
     seen, trace = run.seen(name), open_trace(run.folder / name / "prefill.safetensors")
-    assert (np.diff(trace.arrival_S) >= 0).all(), "requests stand in the order in which they were first served"
+    assert (np.diff(trace.arrival_S) > 0).all(), "each has its time at the engine; one step served all of them first"
     assert trace.num_tokens == 211
     for layer, layer_name in enumerate(layers_of(seen)):
         logits_TE = torch.from_numpy(seen[f"{layer_name}|logits"][:211])

@@ -275,7 +275,7 @@ def impossible(policy: Policy, layer: MoELayer, scores_TE: Tensor, own_TE: Tenso
         return f"topk changed the choice of {changed:,} tokens, expected none" if changed else None
     if layer.spec.selection_bias or layer.groups is not None:
         return None
-    if policy.most_experts(layer.num_experts, layer.context(1)) > layer.top_k:
+    if policy.in_layer(layer.fraction).most_experts(layer.num_experts, layer.context(1)) > layer.top_k:
         return None
     own, kept = (float(scores_TE.masked_fill(~chosen_TE, 0).sum(dtype=torch.float64)) for chosen_TE in (own_TE, map_TE))
     return (

@@ -129,13 +129,17 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
     return _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
 
 
+PLANS = ("eplb", "variance")
+"""For mean loads (``replicate``), or also for their variance over batches (``replicate_by_risk``)."""
+
+
 def plan_ahead(
     plan: str | None, load_BE: NDArray[np.float64], *, num_ranks: int, spare_per_rank: int, num_groups: int
 ) -> NDArray[np.int64]:
     """The expert in each slot before a batch comes, int64 [P].
 
     Args:
-        plan: ``eplb`` (``replicate``) or ``variance`` (``replicate_by_risk``); None = spare slots stay free.
+        plan: one of ``PLANS``; None = spare slots stay free.
         load_BE: pairs of the batches that are known ahead.
     """
     num_experts = load_BE.shape[1]

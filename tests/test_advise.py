@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,15 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
     "one draw": ((USUAL[1],), ON_MODEL, "Use token_drop capacity_factor=1.5: ", " ms, 23.1 % less (modelled).\n"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
+    "a plan that servers have": (
+        (eplb(1.3),), {}, "Use EPLB, 1 spare per rank: ",
+        "In a server: vLLM --enable-expert-parallel --enable-eplb --eplb-config '{\"num_redundant_experts\": 2}'; "
+        "SGLang --enable-eplb --ep-num-redundant-experts 2.\n",
+    ),
+    "a plan that they do not": (
+        (replace(eplb(1.3), policy="variance"),), {}, "Use variance plan, 1 spare per rank: ",
+        "--ep-num-redundant-experts 2; both plan by EPLB.\n",
+    ),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.22)), {}, "Use token_drop capacity_factor=2.0: ", ""),
     "too little for what it drops": (
@@ -242,6 +252,13 @@ def test_the_answer_begins_with_what_to_do(tmp_path: Path, name: str) -> None:
 
 
 # ---- the answer ----------------------------------------------------------------------------------------------------
+
+
+def test_a_balancer_that_no_server_has_comes_without_its_flags(tmp_path: Path) -> None:
+    balanced = replace(eplb(1.3), params={"spare_per_rank": 1, "balancer": "lp", "solve_us": 100.0})
+    text = advised(tmp_path, balanced)
+    assert text.startswith("Use EPLB")
+    assert "In a server" not in text
 
 
 def test_the_answer_comes_first_with_its_costs_and_why(tmp_path: Path) -> None:

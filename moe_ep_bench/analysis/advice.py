@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,8 @@ class Candidate(Case):
         low, high: of the speedup's interval, or of its samples where there are too few batches.
         growth: why it is hardly faster than native, or slower; None of one that is faster.
         same_as: the label of one with another capacity factor that comes to as many rows.
+        redundant_experts: slots for replicas on all ranks, of a plan in equal parts; None of what is no such plan.
+        is_eplb: the plan is EPLB's, which servers have.
     """
 
     median_ms: PositiveFloat
@@ -106,6 +109,8 @@ class Candidate(Case):
     missing_share: float
     retained_mass: float
     extra_gib_per_rank: float | None = None
+    redundant_experts: int | None = None
+    is_eplb: bool = False
 
 
 class HeldOut(_Fact):
@@ -381,12 +386,22 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
     yield f"It costs: {_cost(pick)}."
+    if pick.redundant_experts is not None:
+        yield _server_line(pick.redundant_experts, is_eplb=pick.is_eplb)
     other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
     if other is not None:
         which = "Without loss" if loses else "Within the bounds"
         yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     elif loses:
         yield "Without loss none is significantly faster than native."
+
+
+def _server_line(redundant_experts: int, *, is_eplb: bool) -> str:
+    """How servers are told to hold replicas."""
+    config = json.dumps({"num_redundant_experts": redundant_experts})
+    vllm = f"vLLM --enable-expert-parallel --enable-eplb --eplb-config '{config}'"
+    sglang = f"SGLang --enable-eplb --ep-num-redundant-experts {redundant_experts}"
+    return f"In a server: {vllm}; {sglang}{'' if is_eplb else '; both plan by EPLB'}."
 
 
 def _cost(candidate: Candidate) -> str:

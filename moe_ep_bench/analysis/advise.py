@@ -48,6 +48,7 @@ from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import NOT_EXECUTED, JsonRecord, PeakLoads, Workload, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.placement import PLANS
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -280,7 +281,15 @@ def _candidate(row: pd.Series) -> Candidate:
     speedup = {"speedup": row["speedup_median"], "low": row["speedup_low"], "high": row["speedup_high"]}
     versus = None if missing(row.get("versus_verdict")) else Versus(**_values(row, Versus, "versus_"))
     shown = {**speedup, "versus": versus, "over_topk": over_topk, "spread": spread, "growth": _growth(row)}
-    return Candidate(**_values(row, Candidate), **_shown(row), **shown)
+    return Candidate(**_values(row, Candidate), **_shown(row), **shown, **_redundant_experts(row))
+
+
+def _redundant_experts(row: pd.Series) -> dict[str, Any]:
+    """A plan's slots for replicas, as servers count them; of a budget for all layers, or a balancer, they have none."""
+    params = json.loads(row["policy_params"] or "{}")
+    if row["policy"] not in PLANS or "balancer" in params or not missing(row["spare_by_layer"]):
+        return {}
+    return {"redundant_experts": params["spare_per_rank"] * row["ep_size"], "is_eplb": row["policy"] == "eplb"}
 
 
 def _values(row: Row, kind: type[JsonRecord], prefix: str = "") -> dict[str, Any]:

@@ -322,6 +322,45 @@ def of_clusters() -> list[str]:
     ]  # fmt: skip
 
 
+# ---- docs/atlas.md ---------------------------------------------------------------------------------------------------
+
+
+def of_atlas() -> list[str]:
+    rows = table("atlas")
+    assert not rows["kind"].eq("not asked").any(), "the page would have to say which"
+    is_prefill, is_picked = rows["phase"] == "prefill", rows["speedup"].notna()
+    of = {name: rows["traffic"] == name for name in ("balanced", "typical", "hard")}
+
+    def times(is_one: pd.Series) -> str:
+        found = rows[is_one & is_picked]["speedup"]
+        return f"{found.min():.2f} to {found.max():.2f} times as fast, {found.median():.2f} in the median"
+
+    def share(is_one: pd.Series, kind: str) -> str:
+        return f"{(rows[is_one]['kind'] == kind).sum()} of {is_one.sum()}"
+
+    def elsewhere(column: str) -> int:
+        return int((rows[column] == "measured elsewhere").sum())
+
+    drops = rows[rows["kind"] == "drop"]
+    beside = rows[is_prefill & of["typical"] & (rows["kind"] == "replicate")].dropna(subset=["lossy_speedup"])
+    ratio, dropped = (beside["lossy_speedup"] / beside["speedup"]).median(), beside["lossy_dropped_share"].median()
+    of_mixtral = (drops["model"] == "mixtral-8x7b").sum()
+    return [
+        f"Native stays in {share(of['balanced'], 'nothing')} answers; "
+        f"{share(of['balanced'], 'drop').split()[0]} others drop pairs.",
+        f"Replicas are picked in {share(is_prefill & of['typical'], 'replicate')} answers; a layer is "
+        f"{times(is_prefill & of['typical'])}.",
+        f"Replicas are picked in {share(is_prefill & of['hard'], 'replicate')} answers; a layer is "
+        f"{times(is_prefill & of['hard'])}.",
+        f"Native stays in {share(~is_prefill & of['typical'], 'nothing')} answers under typical and "
+        f"{share(~is_prefill & of['hard'], 'nothing')} under hard traffic, where a layer is otherwise "
+        f"{times(~is_prefill & of['hard'])}.",
+        f"Drops are picked in {len(drops)} of {len(rows)} answers, {of_mixtral} of them of Mixtral",
+        f"the fastest drop within the bounds is {ratio:.2f} times as fast as the replicas, for {100 * dropped:.0f} %",
+        f"Experts are measured elsewhere in {elsewhere('experts')} answers, exchanges in {elsewhere('exchange')}",
+    ]
+
+
 # ---- docs/kernels.md -------------------------------------------------------------------------------------------------
 
 
@@ -355,6 +394,7 @@ SAID = {
     "docs/balancing.md": of_balancing,
     "docs/quality.md": of_quality,
     "docs/clusters.md": of_clusters,
+    "docs/atlas.md": of_atlas,
     "docs/kernels.md": of_kernels,
 }
 SENTENCES = [(page, sentence) for page, sentences in SAID.items() for sentence in sentences()]

@@ -51,7 +51,9 @@ DEVICES = {
 EP_SIZES = (8, 16, 32, 64)
 PHASES = {"prefill": ("--tokens", 2048), "decode": ("--decode-tokens", 64)}
 """The flag, and tokens (or requests) of a rank."""
-TRAFFICS = ("balanced", "typical", "hard")
+LOADS = {"balanced": "equal loads", "typical": "as a median layer's", "hard": "as the worst layer's"}
+TRAFFICS = tuple(LOADS)
+"""By name, their loads of experts."""
 
 KINDS = {
     "nothing": "#E4E4E4",
@@ -214,14 +216,14 @@ def draw(rows: pd.DataFrame) -> Figure:
             colours = np.ones((len(models), len(devices), 3))
             for (model, device), row in cells.items():
                 at = models.index(model), devices.index(device)
-                is_pale = row.kind not in ("nothing", "not asked") and row.speedup < WITHIN_ERROR
+                is_pale = row.kind not in ("nothing", "not asked") and round(row.speedup, 2) < WITHIN_ERROR
                 colours[at] = np.add(to_rgb(KINDS[row.kind]), 1) / 2 if is_pale else to_rgb(KINDS[row.kind])
                 is_dark = row.kind in ("replicate", "move") and not is_pale
                 axes.text(
                     at[1], at[0], _cell(row), ha="center", va="center", fontsize=7.5, color="w" if is_dark else INK
                 )
             axes.imshow(colours, aspect="auto")
-            axes.set_title(f"{phase}, {traffic} traffic", fontsize=10, loc="left")
+            axes.set_title(f"{phase}, {traffic} traffic ({LOADS[traffic]})", fontsize=10, loc="left")
             axes.set_xticks(range(len(devices)), devices, fontsize=8)
             axes.set_yticks(range(len(models)), [load_model(model).name for model in models], fontsize=8)
             axes.tick_params(length=0, colors=MUTED)
@@ -243,9 +245,11 @@ def draw(rows: pd.DataFrame) -> Figure:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     (prefill, decode) = (tokens for _, tokens in PHASES.values())
     figure.suptitle(
-        "What to do about the busiest rank, and how many times as fast an MoE layer then is (modelled)\n"
-        f"at most 10 % of the pairs dropped, 5 % of the mass lost; {prefill:,} tokens a rank at prefill, "
-        f"{decode} requests at decode; EP 8 unless stated; pale: below {WITHIN_ERROR}, the model's error",
+        "What to do about the busiest rank, and the speedup of one MoE layer (modelled)\n"
+        f"{prefill:,} tokens a rank at prefill, {decode} requests a rank at decode; "
+        "EP 8, or as stated where 8 ranks do not hold the model\n"
+        "at most 10 % of the (token, expert) pairs dropped, 5 % of the score mass lost; "
+        f"pale: below {WITHIN_ERROR}, within the model's error; -: native",
         fontsize=11,
     )
     return figure

@@ -136,5 +136,5 @@ def test_pages_are_short() -> None:
     assert words.pop(ROOT / "README.md") <= 1_050
     assert words.pop(GENERATED) <= 2_420, "a line a key"
     assert words.pop(ROOT / "docs" / "contributing.md") <= 250, "beside pages for users"
-    assert words.pop(ROOT / "docs" / "atlas.md") <= 350, "sentences to quote"
+    assert words.pop(ROOT / "docs" / "atlas.md") <= 400, "sentences to quote"
     assert sum(words.values()) <= 8_830

@@ -341,23 +341,32 @@ def of_atlas() -> list[str]:
     def elsewhere(column: str) -> int:
         return int((rows[column] == "measured elsewhere").sum())
 
+    clusters = table("clusters").query("not fitted and source != 'aiconfigurator'")
+
+    def error(kind: str) -> str:
+        found = 100 * clusters[clusters["kind"] == kind]["error"].abs()
+        return f"{found.median():.0f} % in the median and {found.max():.0f} % at worst"
+
     drops = rows[rows["kind"] == "drop"]
     beside = rows[is_prefill & of["typical"] & (rows["kind"] == "replicate")].dropna(subset=["lossy_speedup"])
     ratio, dropped = (beside["lossy_speedup"] / beside["speedup"]).median(), beside["lossy_dropped_share"].median()
     of_mixtral = (drops["model"] == "mixtral-8x7b").sum()
     return [
-        f"Native stays in {share(of['balanced'], 'nothing')} answers; "
-        f"{share(of['balanced'], 'drop').split()[0]} others drop pairs.",
+        f"Native stays in {share(of['balanced'], 'nothing')} answers. "
+        f"In {share(of['balanced'], 'drop').split()[0]} others a policy drops pairs",
         f"Replicas are picked in {share(is_prefill & of['typical'], 'replicate')} answers; a layer is "
         f"{times(is_prefill & of['typical'])}.",
         f"Replicas are picked in {share(is_prefill & of['hard'], 'replicate')} answers; a layer is "
         f"{times(is_prefill & of['hard'])}.",
-        f"Native stays in {share(~is_prefill & of['typical'], 'nothing')} answers under typical and "
-        f"{share(~is_prefill & of['hard'], 'nothing')} under hard traffic, where a layer is otherwise "
+        f"Under typical traffic native stays in {share(~is_prefill & of['typical'], 'nothing')} answers.",
+        f"Under hard traffic it stays in {share(~is_prefill & of['hard'], 'nothing')}; elsewhere a layer is "
         f"{times(~is_prefill & of['hard'])}.",
         f"Drops are picked in {len(drops)} of {len(rows)} answers, {of_mixtral} of them of Mixtral",
-        f"the fastest drop within the bounds is {ratio:.2f} times as fast as the replicas, for {100 * dropped:.0f} %",
-        f"Experts are measured elsewhere in {elsewhere('experts')} answers, exchanges in {elsewhere('exchange')}",
+        f"the fastest drop has {ratio:.2f} times their speed in the median, for {100 * dropped:.0f} % of the pairs",
+        f"The time of experts was measured elsewhere in {elsewhere('experts')} of the {len(rows)} answers, that of "
+        f"exchanges in {elsewhere('exchange')}",
+        f"On six layers that others measured the model is off by {error('layer')}",
+        f"on {len(clusters[clusters['kind'] == 'exchange'])} exchanges alone by {error('exchange')}",
     ]
 
 

@@ -139,7 +139,7 @@ def test_the_pick_follows_the_rule(balanced: float, tmp_path: Path) -> None:
     [
         (1.3, "Use token_drop", "Without loss the fastest is EPLB, 1 spare per rank, 1.100 times native: nothing"),
         (1.15, "Use EPLB", "Within the bounds the fastest is token_drop capacity_factor=1.5, 1.150 times native:"),
-        (None, "Use EPLB", "Why: "),
+        (None, "Use EPLB", "In a server: vLLM --enable-expert-parallel"),
     ],
 )
 def test_a_lossless_candidate_wins_unless_another_is_clearly_faster(

@@ -386,14 +386,14 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
     yield f"It costs: {_cost(pick)}."
-    if pick.redundant_experts is not None:
-        yield _server_line(pick.redundant_experts, is_eplb=pick.is_eplb)
     other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
     if other is not None:
         which = "Without loss" if loses else "Within the bounds"
         yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     elif loses:
         yield "Without loss none is significantly faster than native."
+    if pick.redundant_experts is not None:
+        yield _server_line(pick.redundant_experts, is_eplb=pick.is_eplb)
 
 
 def _server_line(redundant_experts: int, *, is_eplb: bool) -> str:

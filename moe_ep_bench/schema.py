@@ -274,6 +274,9 @@ QUALITY_ROUTING_SCHEMA = _table(
 )
 
 
+# Kinds of requests of ``serve``: of a round, and sent one at a time.
+LOAD, ALONE = "load", "alone"
+
 # What ``serve`` leaves: one row per case x launch (start of the servers) x request. ``batch`` is the round, null of
 # requests that were sent alone, and ``iteration`` the place in it. A case whose server was lost in a start has one row
 # there, of nulls, with its status and reason.

@@ -175,6 +175,17 @@ def test_a_layer_is_the_models_whether_or_not_a_file_has_rows_of_dense_ones(of_m
         make_point(dense, ROUTING, on_cpu=True)
 
 
+def test_a_wrong_model_beside_counts_is_named_as_the_models_and_models_can_be_swept(tmp_path: Path) -> None:
+    written(tmp_path)
+    path = config(tmp_path, layer="all")
+    asked = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**asked, "model": {"preset": "olmo"}}))
+    assert "config.yaml: model: preset: expected one of" in refusal(load_experiments, path, on_cpu=True)
+    swept = {**asked, "sweep": {"model.hidden_size": [32, 64]}}
+    path.write_text(yaml.safe_dump(swept))
+    assert [one.workload.layer for one in load_experiments(path, on_cpu=True)] == [1, 2, 1, 2]
+
+
 def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

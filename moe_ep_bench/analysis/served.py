@@ -17,11 +17,11 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.store import ITERATION
+from moe_ep_bench.schema import ALONE, LOAD
 
 # Quantities beside a request's whole time, by the prefix of their columns.
 QUANTITIES = {"ttft": "first_us", "tpot": "token_us", "throughput": "round_us"}
 _KEY = ["case", *ITERATION]
-_LOAD, _ALONE = "load", "alone"
 
 
 def request_times(requests: pd.DataFrame) -> pd.DataFrame:
@@ -30,7 +30,7 @@ def request_times(requests: pd.DataFrame) -> pd.DataFrame:
     Columns: ``time_us``, ``first_us``; ``token_us``, null of answers of one token; ``round_us``, per token of all
     answers of a round, in its first request alone.
     """
-    rows = requests[requests["kind"] == _LOAD].astype({"batch": int, "iteration": int}).set_index(_KEY).sort_index()
+    rows = requests[requests["kind"] == LOAD].astype({"batch": int, "iteration": int}).set_index(_KEY).sort_index()
     after_first = rows["num_tokens"].astype(float) - 1
     rounds = rows.groupby(level=_KEY[:-1])
     end_us = (rows["sent_us"] + rows["time_us"]).groupby(level=_KEY[:-1]).max() - rounds["sent_us"].min()
@@ -86,7 +86,7 @@ def agreement(requests: pd.DataFrame, native: pd.Series) -> pd.DataFrame:
     ).astype(float)
     found["equal_share"] = found["first_difference"].isna().astype(float)
     parts = []
-    for kind, prefix in ((_LOAD, ""), (_ALONE, "alone_")):
+    for kind, prefix in ((LOAD, ""), (ALONE, "alone_")):
         of_kind = pairs["kind"] == kind
         by_case = found[of_kind].groupby(pairs["case"][of_kind])
         shares = by_case[["equal_share", "logprob_difference"]].mean()

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -265,6 +265,15 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
             if counted is None:
                 layers = list(range(open_trace(trace).num_layers))
             else:
-                model = validated(ModelConfig, raw.get("model", {}), path).spec()
-                layers = list(read_counts(Path(counted), model.moe_layers).loads)
+                layers = list(read_counts(Path(counted), _moe_layers(path, raw, sweep)).loads)
         sweep["workload.layer"] = layers
+
+
+def _moe_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Sequence[int]:
+    """Layers that route; () where models are swept, or there is no valid one, which a point's validation says."""
+    if any(key.partition(".")[0] == "model" for key in sweep):
+        return ()
+    try:
+        return validated(ModelConfig, raw.get("model"), path).spec().moe_layers
+    except UserError:
+        return ()

@@ -469,15 +469,14 @@ def assumption_words(assumed: Assumption) -> str:
 
 
 def counted_words(counted: CountedLayers) -> str:
-    """How many layers of a file of counts are used, and why others are not."""
+    """How many layers of a file of counts are used, and why others are not; some are not."""
     dense, missing = counted.dense, counted.missing
     whole = counted.used + len(dense) + len(missing)
-    words = f"{counted.used} of its {whole} layers used" if dense or missing else f"all {whole} layers used"
     why = [f"{len(dense)} {'is' if len(dense) == 1 else 'are'} dense in this model"] if dense else []
     if missing:
         several = len(missing) > 1
         why.append(f"layer{'s' * several} {in_ranges(missing)} {'have' if several else 'has'} no counts")
-    return words + (f": {', '.join(why)}" if why else "")
+    return f"{counted.used} of its {whole} layers used: {', '.join(why)}"
 
 
 def rest_words(rest: Rest) -> str:

@@ -40,6 +40,7 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import ALONE, LOAD
 from moe_ep_bench.serving import LIMIT, RECORD
 from moe_ep_bench.serving import POLICY as POLICY_VARIABLE
 from moe_ep_bench.serving.client import Answer, Client
@@ -47,7 +48,6 @@ from moe_ep_bench.serving.config import ServeExperiment
 from moe_ep_bench.serving.prompts import Prompt, random_prompts, read_prompts
 from moe_ep_bench.serving.server import Running, Server, ServerError, ended_by_sigterm
 
-LOAD, ALONE = "load", "alone"
 # What the plugin needs is so in every server: none is faster for that.
 _VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 

@@ -99,6 +99,31 @@ def test_contributors_are_led_to_files_and_tables_that_there_are_and_to_every_ro
     assert rooms <= paths
 
 
+def test_every_header_of_a_table_is_a_term() -> None:
+    from moe_ep_bench.analysis.columns import COLUMNS, Column
+    from moe_ep_bench.analysis.tables import VIEWS
+
+    terms = set(re.findall(r"\*\*([^*]+)\*\*", (ROOT / "docs" / "terms.md").read_text()))
+    own = [column for view in VIEWS.values() for column in view.columns if isinstance(column, Column)]
+    headers = {column.header for column in [*COLUMNS.values(), *own]}
+    headers |= {header for view in VIEWS.values() for header in view.headers.values()}
+    unknown = {header for header in headers if not {header, re.sub(r" (p99|speedup|verdict|nats|%)$", "", header)} & terms}
+    assert not unknown
+
+
+def test_gallery_and_site_leave_no_figure_and_no_page_out() -> None:
+    reference = ROOT / "results" / "reference"
+    drawn = {path.relative_to(reference).as_posix() for kind in ("png", "svg") for path in reference.rglob(f"*.{kind}")}
+    drawn -= {name.removesuffix(".png") + ".svg" for name in drawn if name.endswith(".png")}
+    site = runpy.run_path(str(ROOT / "docs" / "make_site.py"))
+    assert drawn == set(yaml.safe_load((ROOT / "docs" / "gallery.yaml").read_text()))
+    assert site["gallery_page"]().count("Made by `") + site["gallery_page"]().count("Made by as") > 15
+    navigation = (ROOT / "docs" / "mkdocs.yml").read_text()
+    staged = {path.relative_to(ROOT).as_posix() for pattern in site["PAGES"] for path in ROOT.glob(pattern)}
+    assert staged | {"docs/commands.md", "docs/gallery.md"} == set(re.findall(r": ([\w./-]+\.md)$", navigation, re.MULTILINE))
+    assert set(COMMANDS) == set(re.findall(r"^## (.+)$", site["commands_page"](), re.MULTILINE))
+
+
 def test_readme_lists_every_command_and_policy() -> None:
     from moe_ep_bench.policies import POLICIES
 
@@ -137,4 +162,5 @@ def test_pages_are_short() -> None:
     assert words.pop(GENERATED) <= 2_420, "a line a key"
     assert words.pop(ROOT / "docs" / "contributing.md") <= 250, "beside pages for users"
     assert words.pop(ROOT / "docs" / "atlas.md") <= 400, "sentences to quote"
+    assert words.pop(ROOT / "docs" / "terms.md") <= 1_200, "a line a word of tables and notes"
     assert sum(words.values()) <= 8_830

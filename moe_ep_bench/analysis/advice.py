@@ -85,7 +85,7 @@ class Candidate(Case):
     """A candidate that was measured; its speedup is over native, and over topk too where that is another.
 
     Attributes:
-        standing: its verdict, or why it may not be picked; None in answers of earlier versions.
+        standing: its verdict, or why it may not be picked; None where that was not recorded.
         low, high: of the speedup's interval, or of its samples where there are too few batches.
         growth: why it is hardly faster than native, or slower; None of one that is faster.
         same_as: the label of one with another capacity factor that comes to as many rows.

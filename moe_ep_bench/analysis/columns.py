@@ -203,7 +203,7 @@ def _cut(words: Sequence[str], shared: Collection[str], width: float) -> list[st
     return cut
 
 
-# Missing are both, dropped and rerouted, which results of earlier versions do not always tell apart.
+# Missing are both, dropped and rerouted, which some results do not tell apart.
 _COSTS = (
     percentage("dropped_share", "dropped", better="lower", native=0.0, least=0.05),
     percentage("rerouted_share", "rerouted", better="lower", native=0.0, least=0.05),

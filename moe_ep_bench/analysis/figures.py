@@ -225,7 +225,7 @@ _OF_SPEED = partial(
     joined="capacity_factor != null",
 )
 
-# Rerouted pairs where there are any, and those of earlier versions' results that were not told from dropped ones.
+# Rerouted pairs where there are any, and missing ones where these are not told from dropped ones.
 _LOST = (
     _over_steps("dropped_share", 1.4, where="dropped_share != null"),
     _over_steps("rerouted_share", 1.4, where="rerouted_share > 0"),

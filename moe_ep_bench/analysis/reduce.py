@@ -83,7 +83,7 @@ def layer_times(samples: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
         ``time_us`` and ``host_us``, means over EP groups; ``slowest_group_us``.
     """
     totals = samples[samples["kind"].eq("plain") & samples[TOTAL].notna()]
-    host_us = totals[HOST_BUSY].fillna(totals[HOST])  # of earlier versions
+    host_us = totals[HOST_BUSY].fillna(totals[HOST])  # where the busy time was not recorded
     totals = totals.assign(time_us=totals[TOTAL], host_us=host_us)
     times_us = totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index()
     slowest_group_us = times_us["time_us"].groupby(level=KEY).max()
@@ -182,7 +182,7 @@ COUNTS = [
     "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", MISSING, "tokens_without_expert", "crossing_pairs",
     "crossing_copies", "num_image_tokens",
 ]  # fmt: skip
-# Of earlier versions' results unknown where ranks do not tell; then they are of the case.
+# Unknown where ranks did not record them; then they are of the case.
 UNKNOWN = ["num_dropped_pairs", "num_rerouted_pairs"]
 LOST = ["dropped_share", "rerouted_share"]
 SHARES = ["topk_share", "entropy"]
@@ -273,7 +273,7 @@ def _counted(units: Units) -> dict[str, np.ndarray]:
         **{name: counts[count] / topk_U for name, count in lost.items()},
         "retained_mass": mass_kept(rows, np.arange(len(rows)) // units.num_sources),
         "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
-        **{name: units.sums(count)[count] / tokens_U for name, count in SENT.items()},  # null of earlier versions
+        **{name: units.sums(count)[count] / tokens_U for name, count in SENT.items()},  # null where not recorded
         "moved_gib": units.of("moved_weight_bytes").sum(axis=(1, 2)) / 2**30,
         "rearrange_ms": units.of("rearrange_us").max(axis=(1, 2)) / 1e3,
         "rearranged_gib": units.of("rearranged_bytes").sum(axis=(1, 2)) / 2**30,

@@ -160,7 +160,7 @@ class Workload(JsonRecord):
         peak_load, batch_peak_load: as it was asked for, beside a skew or alone.
         is_one_draw: which experts share a rank was left to chance, and decides the load of ranks.
         seeds, layers: where comparisons were joined, those of all.
-        description: as earlier versions composed it.
+        description: a sentence in place of the facts.
     """
 
     kind: Literal["synthetic", "recorded"]
@@ -342,7 +342,7 @@ class Subject(JsonRecord):
         num_tokens: of all ranks; ``rank_tokens`` of a rank, the fewest and the most in any batch.
         whole: None = one layer.
         cuda_graph: what graphs hold and replay; None = run eagerly.
-        title, sizes: as earlier versions composed them.
+        title, sizes: sentences in place of the facts.
     """
 
     model: str

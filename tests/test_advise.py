@@ -713,7 +713,7 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
         r"Use (?:EPLB|variance plan), 1 spare.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
     ).groups()
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
-    how = f"modelled; {least} to {most} by draw of the traffic"
+    how = f"modelled; {least} to {most} across draws of the traffic"
     assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shutil
@@ -49,10 +50,11 @@ def commands_of_results() -> dict[str, str]:
 def gallery_page() -> str:
     """Each figure of gallery.yaml with its sentence and its command."""
     commands, figures = commands_of_results(), yaml.safe_load((ROOT / "docs" / "gallery.yaml").read_text())
-    parts = ["# Gallery", "", "Every figure of the reference results, what it shows, and the command behind it.", ""]
-    for path, says in figures.items():
-        command = commands[Path(path.partition("/")[0]).stem]
-        parts += [f"## {path}", "", says, "", f"![{path}](../results/reference/{path})", "", f"Made by {command}", ""]
+    parts = ["# Gallery", "", "Every figure of the reference results, the command behind it, and what it shows."]
+    for name, of_name in itertools.groupby(figures, key=lambda path: Path(path.partition("/")[0]).stem):
+        parts += ["", f"## {name}", "", f"Made by {commands[name]}"]
+        for path in of_name:
+            parts += ["", figures[path], "", f"![{path}](../results/reference/{path})"]
     return "\n".join(parts).replace("](../docs/", "](")
 
 

@@ -50,7 +50,7 @@ run  start real ranks and time an expert-parallel layer or model on them
   @nproc
   @sharing
   @cpu
-emulate  time one rank after the other on this device; model the links, or all
+emulate  time one rank after the other on this device; model the links, or everything
   @config
   --dry-run  print cases and the number of layer runs; run nothing
   @cpu

@@ -197,7 +197,7 @@ def of_shift() -> list[str]:
     taken = rows[rows["label"] == again].drop_duplicates("batch")[["rearranged_gib", "rearrange_ms"]].mean()
     return [
         f"at {fullest[once, False]} of the mean (native {fullest['native', False]})",
-        f"at {fullest[once, True]} ({fullest['native', True]}), new plans at {fullest[again, True]}.",
+        f"at {fullest[once, True]} (native {fullest['native', True]}), new plans at {fullest[again, True]}.",
         f"here {taken['rearranged_gib']:.2f} GiB and {taken['rearrange_ms']:.2f} ms of a layer",
         f"the layer is {new['speedup_median']:.2f} times as fast as native",
     ]
@@ -233,27 +233,29 @@ def of_balancing() -> list[str]:
     lp = PREFILL[-1], LP[0]
     return [
         *rows,
-        f"after SGLang: {extremes(filled)} |",
-        f"within {extremes(of[BALANCE] - of[VARIANCE] for of in medians)} of balance for {min(gib):.2f} to "
+        f"after SGLang: {extremes(filled)} times as fast |",
+        f"within {extremes(of[BALANCE] - of[VARIANCE] for of in medians)} of balanced scores for {min(gib):.2f} to "
         f"{max(gib):.1f} GiB",
         f"gains {extremes(of[BY_DEVICE] - of[VARIANCE] for of in medians)} more, without memory",
-        f"a fullest rank of {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}), on its "
-        f"own {extremes(row[1] for row in own)}, on three together {extremes(row[1] for row in three)}; `variance` on "
-        f"three {extremes(row[2] for row in three)}.",
-        f"leaves {extremes(none)}, with one in each layer {extremes(one)} (GPT-OSS: {gpt_oss});",
-        f"`spare_budget: 0.5` gains {extremes(half)}.",
-        f"dropping 4.9 % gains {dropped}, as much as moving weights at best, {moved}; at 16,384 moving weights wins, "
-        f"{wins} against {loses}.",
+        f"at {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}) if planned on another "
+        f"domain, at {extremes(row[1] for row in own)} on its own, at {extremes(row[1] for row in three)} on all "
+        f"three; `variance` on all three at {extremes(row[2] for row in three)}.",
+        f"leaves it at {extremes(none)}, with one in each layer at {extremes(one)} (GPT-OSS: {gpt_oss}).",
+        f"With `spare_budget: 0.5` a layer is {extremes(half)} times as fast.",
+        f"dropping 4.9 % gains {dropped}, as much as moving weights at 0 us, {moved}. At 16,384 moving weights wins "
+        f"even at 100 us, {wins} against {loses}.",
         f"it makes a layer slower ({extremes(small)}).",
         f"{extremes((row['speedup_median'] for row in by_expert), '.1f')} in prefill, for "
-        f"{extremes((100 * row['lost'] for row in by_expert), '.0f')} %.",
+        f"{extremes((100 * row['lost'] for row in by_expert), '.0f')} % of the mass.",
         f"(GPT-OSS: {speed(*lp, star=False)} against {speed(PREFILL[-1], EPLB)})",
-        "`activated` {} at 0 us, {} at 10, {} at 100.".format(*(speed(DECODE, label) for label in FEWEST)),
+        "Under `activated` a layer is {} times as fast at 0 us, {} at 10, {} at 100.".format(
+            *(speed(DECODE, label) for label in FEWEST)
+        ),
         f"{100 * more.min():.0f} to {100 * more.max():.0f} % more: {extremes(llep['ours'])} (16 slots); balanced "
         f"{100 * (1 - balanced / 1.07):.0f} % less: {balanced:.2f} |",
         f"holds on drawn loads: {' to '.join(reach(ultra[0], 'native', ultra[2]))}, {' to '.join(reach(*ultra))} (EP",
-        f"a layer by {extremes(100 * metro[0], '.0f')} % at 0 us, {extremes(100 * metro[1], '.0f')} % at 10; "
-        f"{extremes(100 * fewer, '.0f')} % fewer experts |",
+        f"a layer is shorter by {extremes(100 * metro[0], '.0f')} % at 0 us, {extremes(100 * metro[1], '.0f')} % at 10"
+        f"; {extremes(100 * fewer, '.0f')} % fewer activated experts |",
         f"| {100 * (1 - flash[2] / flash[1]):.0f} %: {flash[2]:.2f} against {flash[1]:.2f} |",
     ]
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Make a virtual environment with the pinned packages, or do nothing if it is there already.
-#   launch/setup.sh [--venv DIR] [--python PYTHON] [--system-torch] [--cuda12] [--check]
+#   launch/setup.sh [--venv DIR] [--python PYTHON] [--with EXTRA,...] [--system-torch] [--cuda12] [--check]
 # --venv          default: .venv at the root of the repository
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
+# --with          tables (devices `table:...`), models (checkpoints for `quality` and `trace record`), test (what tests need,
+#                 both included); an environment keeps the extras that it was made with
 # --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
 # --cuda12        a PyTorch for CUDA 12.6, from pytorch.org; the usual one needs CUDA 13, a driver of 580 or newer
 # --check         install nothing: end with 2 where the environment is not there, or its pins are old
 # Without --system-torch or --cuda12 it takes an environment that was made with them as it is. Without a network pip is
-# told where wheels are: PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR (docs/running.md).
+# told where wheels are: PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR (docs/running.md). Where there is uv it installs in pip's place,
+# but for these two kinds of environment, and where pip is told of other places than the usual index.
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
@@ -15,6 +18,7 @@ arguments=("$@")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=
+extras=
 system_torch=
 cuda12=
 check=
@@ -30,16 +34,20 @@ while [ $# -gt 0 ]; do
     --check) check=$1; shift; continue ;;
     --venv) wanted=folder ;;
     --python) wanted="Python 3.11 or 3.12" ;;
-    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --system-torch, --cuda12 or --check" ;;
+    --with) wanted="list of tables, models and test" ;;
+    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --with EXTRA, --system-torch, --cuda12 or --check" ;;
   esac
   case ${2:-} in '' | -*) fail "$1 takes a $wanted, not '${2:-}'" ;; esac
   case $1 in
     --venv) venv=$2 ;;
     --python) python=$2 ;;
+    --with) extras+=,$2 ;;
   esac
   shift 2
 done
 
+[[ $extras =~ ^(,(tables|models|test))*$ ]] ||
+  fail "--with takes a list of tables, models and test, not '${extras#,}'"
 [ -z "$cuda12" ] || [ -z "$system_torch" ] || fail "--cuda12 fetches a PyTorch; it does not go with --system-torch"
 
 # Another may be making it right now: what it has left so far says nothing.
@@ -59,10 +67,12 @@ torch_of() { package_of "$1" torch; }
 torch_wanted=$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' "$root/pyproject.toml")
 torch_will_do() { [ -n "$1" ] && printf '%s\n' "$torch_wanted" "$1" | sort -V -C; }
 
-# Stamps: .flags says how an environment was made. The others are written last, so that an interrupted set-up
+# Stamps: .flags and .extras say how an environment was made. The others are written last, so that an interrupted set-up
 # is done again: .pins for the packages, .clone for the clone whose code the environment runs.
 pins=$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | sha256sum | cut -d' ' -f1)
 made_with=$(cat "$venv/.flags" 2>/dev/null || true)
+had=$(cat "$venv/.extras" 2>/dev/null || true)
+extras=$(tr , '\n' <<<"$had,$extras" | sed '/^$/d' | sort -u | paste -sd,)
 
 # Whether the environment is of the kind that is asked for.
 suits() {
@@ -71,21 +81,21 @@ suits() {
   [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ]
 }
 
-# Without build isolation, so that it needs no network: setuptools is in the environment.
+# Without build isolation, so that it needs no network: hatchling is in the environment.
 install_clone() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
-    --no-build-isolation --editable "$root"
+    --no-build-isolation --editable "$root" || exit 1
   echo "$root" >"$venv/.clone"
 }
 
 unsuited=
 suits || unsuited=yes
 made=
-[ -n "$unsuited" ] || [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ] || made=yes
+[ -n "$unsuited" ] || [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ] || [ "$had" != "$extras" ] || made=yes
 [ -z "$made" ] || [ "$(cat "$venv/.clone" 2>/dev/null)" != "$root" ] || exit 0
 if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$cuda12" ]; then
   # An ordinary set-up would fetch another torch of gigabytes.
-  fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
+  fail "$venv was made with $made_with, and is unfinished, out of date or without an extra: give these flags again, or remove it"
 fi
 [ -z "$check" ] || [ -n "$made" ] ||
   fail "$venv is not set up: run launch/setup.sh where there is a network, before a job, or name another by VENV"
@@ -150,6 +160,7 @@ if [ -n "$system_torch" ]; then
 fi
 "$base" -m venv "${venv_options[@]}" "$venv"
 echo "$system_torch$cuda12" >"$venv/.flags"
+echo "$extras" >"$venv/.extras"
 if [ -n "$system_torch" ]; then
   # --system-site-packages shows the packages below a virtual environment, not its own: a .pth file does.
   [ -z "$base_is_venv" ] || "$base" -c '
@@ -167,9 +178,11 @@ needs=$("$venv/bin/python" -c '
 import pathlib, sys, tomllib
 table = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
 project = table["project"]
-needs = table["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["test"]
+needs = table["build-system"]["requires"] + project["dependencies"]
+for extra in filter(None, sys.argv[3].split(",")):
+    needs += project["optional-dependencies"][extra]
 print("\n".join(need for need in needs if not (sys.argv[2] and need.startswith(("torch>=", "triton")))))
-' "$root/pyproject.toml" "$system_torch")
+' "$root/pyproject.toml" "$system_torch" "$extras")
 constraints=$(cat "$root/launch/constraints.txt")
 if [ -n "$system_torch" ]; then
   # Whatever another package asks for, these two stay as they are; there may be a torch without a triton.
@@ -187,8 +200,14 @@ progress() {
     -e 's/^ *(Downloading|Using cached|Processing) (.*\/)?([A-Za-z0-9_.]+)-([^-]+)-[^ ]*\.whl( \([0-9.]+ [kMG]?B\))?( .*)?$/  \3 \4\5/p' \
     -e 's/^Installing collected packages.*/  installing them .../p'
 }
-"$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
-  ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
-  --constraint <(echo "$constraints") --requirement <(echo "$needs") | progress || exit 1
+# uv reads nothing of what pip is told, and other torches than the index's are pip's.
+if [ -z "$system_torch$cuda12" ] && command -v uv >/dev/null &&
+  ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '[:.](no-index|index-url|extra-index-url|find-links)='; then
+  uv pip install --python "$venv/bin/python" --constraint <(echo "$constraints") --requirement <(echo "$needs") || exit 1
+else
+  "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
+    ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
+    --constraint <(echo "$constraints") --requirement <(echo "$needs") | progress || exit 1
+fi
 install_clone
 echo "$pins" >"$venv/.pins"

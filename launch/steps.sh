@@ -25,7 +25,7 @@ while :; do
 done
 [ ! -e "$out" ] || [ -d "$out/steps" ] || { [ -d "$out" ] && [ -z "$(ls -A "$out")" ]; } ||
   fail "$out is neither a new or empty folder nor an earlier session's"
-[ -n "${VENV:-}" ] || "$root/launch/setup.sh" "$@"
+[ -n "${VENV:-}" ] || "$root/launch/setup.sh" --with test "$@"
 python=${VENV:-$root/.venv}/bin/python
 if [ -n "$rehearse" ]; then
   export CUDA_VISIBLE_DEVICES=

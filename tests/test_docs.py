@@ -7,6 +7,7 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import yaml
@@ -44,11 +45,61 @@ def commands(text: str) -> Iterator[list[str]]:
             yield shlex.split(called[1].partition(" | ")[0], comments=True)
 
 
-@pages
-def test_relative_links_lead_to_files(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
-    assert not missing
+def anchors(text: str) -> set[str]:
+    """Where a page's links may lead, as GitHub names headings: words joined by hyphens, repeated ones numbered."""
+    found: list[str] = []
+    for heading in re.findall(
+        r"^#+ +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    ):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+        repeated = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one) is not None for one in found)
+        found.append(f"{slug}-{repeated}" if repeated else slug)
+    return set(found)
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page that lead to no file or heading, and addresses elsewhere that are none."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "`", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(\s*<?([^)>\s]*)[^)]*\)|^\[[^\]]+\]: *(\S+)|(?:href|src)=\"([^\"]*)\"", text, re.MULTILINE)
+    broken = []
+    for link in map("".join, found):
+        address = urlsplit(link)
+        if address.scheme or address.netloc:
+            is_right = address.scheme in ("http", "https") and re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?", address.netloc)
+        else:
+            target = page.parent / unquote(address.path) if address.path else page
+            is_right = link and target.exists() and target.resolve().is_relative_to(ROOT)
+            if is_right and address.fragment:
+                is_right = target.suffix == ".md" and address.fragment in anchors(target.read_text())
+        broken += [] if is_right else [link]
+    return broken
+
+
+@pytest.mark.parametrize("page", [*PAGES, GENERATED, *RESULTS, ROOT / "CHANGELOG.md"], ids=named)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert not broken_links(page)
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "other.md").write_text("# A *b*: c_d?\n```\n# no heading\n```\n## Twice\n## Twice\n")
+    right = ["other.md", "#here", "other.md#a-b-c_d", "other.md#twice-1", "https://arxiv.org/abs/1"]
+    wrong = [
+        "no.md",
+        "#there",
+        "other.md#no-heading",
+        "other.md#twice-2",
+        "https:/arxiv.org",
+        "ftp://x.org/a",
+        "/etc/hosts",
+        "",
+    ]
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n`[code](no.md)`\n" + "".join(f"[a]({link})\n" for link in [*right, *wrong]) + "[a]: gone.md\n"
+    )
+    assert broken_links(page) == [*wrong, "gone.md"]
 
 
 @pages

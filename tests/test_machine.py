@@ -292,6 +292,6 @@ def test_variables_come_from_a_fixed_list_and_secrets_never() -> None:
 def test_gpus_are_described_with_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
     # nvidia-smi underlines.
-    monkeypatch.setattr(provenance, "_output", lambda *command: "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18")
+    monkeypatch.setattr(provenance, "output_of", lambda *command: "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18")
     there = {"driver": "570.86.15", "gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
     assert provenance.describe_gpus() == there

@@ -29,8 +29,8 @@ PIP = Path(find_spec("pip").origin).parent
 # Few, for pip takes its time.
 PINS = {"torch": "2.13.0", "triton": "3.7.1", "megatron-core": "0.16.1", "numpy": "2.4.6", "pillow": "13.0.0"}
 PYPROJECT = """[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
+requires = ["hatchling>=1.27"]
+build-backend = "hatchling.build"
 [project]
 name = "moe-ep-bench"
 dependencies = [
@@ -40,13 +40,14 @@ dependencies = [
 ]
 [project.optional-dependencies]
 test = ["triton; sys_platform == 'linux'"]
+tables = ["aiconfigurator-core"]
 """
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are collected for x86-64")
 
 
 def write_wheel(folder, name, version, *, requires=(), contents=None, tag="py3-none-any"):
-    """Also the source of a stand-in for setuptools, so it stands on its own."""
+    """Also the source of a stand-in for hatchling, so it stands on its own."""
     import zipfile
 
     stem = f"{name.replace('-', '_')}-{version}"
@@ -118,7 +119,7 @@ def make_plain(path, first=""):
 {first}
 [ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
 {sys.executable} -m venv --without-pip "${{@:3}}"
-ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
+ln -sfn {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
 """)
     path.chmod(0o755)
     return path
@@ -143,8 +144,10 @@ def offline(tmp_path_factory):
         write_wheel(folder, name, PINS[name])
         write_wheel(folder, name, "99.0")
     write_wheel(folder, "nvidia-cublas", "1.0")
-    backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
-    write_wheel(folder, "setuptools", "82.0.0", contents=backend)
+    write_wheel(folder, "aiconfigurator-core", "0.12.0")
+    write_wheel(
+        folder, "hatchling", "1.33.0", contents={"hatchling/__init__.py": "", "hatchling/build.py": BUILD_BACKEND}
+    )
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
 
 
@@ -158,7 +161,7 @@ def environment(clone, container, offline, tmp_path_factory):
     """An environment on a container's torch from a folder of wheels, made by two at the same time."""
     folder = tmp_path_factory.mktemp("set up")
     before = snapshot(container.parent.parent)
-    arguments = ["--system-torch", "--python", container, "--venv", folder / "environment"]
+    arguments = ["--system-torch", "--with", "test", "--python", container, "--venv", folder / "environment"]
     # NVIDIA's containers set it, with pins of their own.
     variables = {**offline, "PIP_CONSTRAINT": str(folder / "absent.txt")}
     with ThreadPoolExecutor() as pool:
@@ -209,6 +212,7 @@ def desk(tmp_path_factory):
 REFUSED = {
     "--frobnicate": "'--frobnicate'",
     "--venv full": "new or empty; full is neither",
+    "--venv new --with test,vllm": "list of tables, models and test, not 'test,vllm'",
     "--venv new --cuda12 --system-torch": "it does not go with --system-torch",
     "--venv new --python absent": "3.11 or 3.12",
     "--venv new --check": "new is not set up: run launch/setup.sh where there is a network",
@@ -250,7 +254,7 @@ def expected_torch(build):
 @pytest.mark.parametrize(("flags", "build"), [([], "cu130"), (["--cuda12"], "cu126")])
 def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, clone, offline, tmp_path):
     plain, environment = make_plain(tmp_path / "python"), tmp_path / "environment"
-    done = setup(clone, "--python", plain, "--venv", environment, *flags, cwd=tmp_path, **offline)
+    done = setup(clone, "--python", plain, "--venv", environment, "--with", "test", *flags, cwd=tmp_path, **offline)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"  torch {expected_torch(build)}\n" in done.stdout, "a line for each package"
     assert done.stdout.endswith("  installing them ...\n")
@@ -259,6 +263,72 @@ def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, cl
     made = snapshot(environment)
     assert setup(clone, "--python", plain, "--venv", environment, cwd=tmp_path).returncode == 0
     assert snapshot(environment) == made
+
+
+def installed(environment):
+    return {path.name.partition("-")[0] for path in environment.glob("lib/*/site-packages/*.dist-info")}
+
+
+def test_what_only_extras_need_is_installed_with_them_and_stays_with_new_pins(offline, tmp_path):
+    clone, environment = make_clone(tmp_path / "clone"), tmp_path / "environment"
+    ask = ["--python", make_plain(tmp_path / "python"), "--venv", environment]
+    few = {"torch", "nvidia_cublas", "megatron_core", "matplotlib", "numpy", "pillow", "hatchling", "moe_ep_bench"}
+    assert setup(clone, *ask, cwd=tmp_path, **offline).returncode == 0
+    assert installed(environment) == few
+    assert "is not set up" in setup(clone, *ask, "--with", "tables", "--check", cwd=tmp_path).stderr
+    assert setup(clone, *ask, "--with", "tables", cwd=tmp_path, **offline).returncode == 0
+    assert installed(environment) == few | {"aiconfigurator_core"}
+    made = snapshot(environment)
+    assert setup(clone, *ask, "--check", cwd=tmp_path).returncode == 0
+    assert setup(clone, *ask, "--with", "tables,tables", cwd=tmp_path).stdout == ""
+    assert snapshot(environment) == made
+    with open(clone / "launch/constraints.txt", "a") as constraints:
+        constraints.write("# another pin\n")
+    assert setup(clone, *ask, "--check", cwd=tmp_path).returncode == 2
+    assert setup(clone, *ask, "--with", "test", cwd=tmp_path, **offline).returncode == 0
+    assert installed(environment) == few | {"aiconfigurator_core", "triton"}
+    assert (environment / ".extras").read_text() == "tables,test\n"
+
+
+# A stand-in for uv, which notes its arguments and what the two files hold, and installs nothing.
+UV = """#!/bin/bash
+echo "$@" >"$HOME/uv.txt"
+while [ $# -gt 0 ]; do case $1 in --constraint | --requirement) cat "$2" >"$HOME/uv$1.txt" ;; esac; shift; done
+exit ${UV_STATUS:-0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "is_used"),
+    [
+        ("", {}, True),
+        ("", {"UV_STATUS": "2"}, True),
+        ("--cuda12 --python ./plain", {}, False),
+        ("--system-torch --python container/bin/python", {}, False),
+        ("", {"PIP_NO_INDEX": "1"}, False),
+        ("", {"PIP_INDEX_URL": "http://127.0.0.1:9"}, False),
+    ],
+)
+def test_uv_installs_where_it_is_and_pip_has_no_place_of_its_own(desk, flags, variables, is_used, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").write_text(UV)
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    environment = tmp_path / "environment"
+    arguments = ["--venv", environment, *(flags or "--python ./plain").split()]
+    # What this machine tells pip in files is not the claim's, and what waits for a network would try again.
+    pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"} | variables
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = setup(desk / "clone", *arguments, cwd=desk, **{**pip, "PATH": path, "HOME": str(tmp_path)})
+    assert done.returncode == 1, "pip finds nothing, neither the pins nor, after this uv, what installs the clone"
+    assert not (environment / ".pins").exists()
+    assert (tmp_path / "uv.txt").exists() == is_used
+    if is_used:
+        asked = (tmp_path / "uv.txt").read_text()
+        assert asked.startswith(f"pip install --python {environment}/bin/python --constraint ")
+        assert (tmp_path / "uv--constraint.txt").read_text() == (desk / "clone/launch/constraints.txt").read_text()
+        assert (tmp_path / "uv--requirement.txt").read_text().split() == [
+            *("hatchling>=1.27", "torch>=2.11", "megatron-core>=0.16.1", "matplotlib"),
+        ]
 
 
 # How an environment was made, what is asked for, and whether it is taken as it is.

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import moe_ep_bench
 from moe_ep_bench.errors import USER_ERROR
+from moe_ep_bench.machine.commit import commit_of
 
 _SHARED = {
     "config": """\
@@ -188,6 +189,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"moe-ep-bench: {message} ({self.prog} --help)\n")
 
 
+class _Version(argparse.Action):
+    """Asks git when it is given, not for every command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"{parser.prog} {moe_ep_bench.__version__} (commit {commit_of() or 'unknown'})")
+        parser.exit()
+
+
 @functools.cache
 def make_parser() -> _Parser:
     """The parser of all commands; ``command`` of what it parses is the name of one, or None.
@@ -195,7 +204,7 @@ def make_parser() -> _Parser:
     An action of ``trace`` is part of its name.
     """
     parser = _Parser(prog="moe-ep-bench", description=moe_ep_bench.__doc__)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {moe_ep_bench.__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show version and commit")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     actions = command = place = None

@@ -16,7 +16,6 @@ import re
 import resource
 import shlex
 import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import psutil
 import pynvml
 
 from moe_ep_bench.files import read_text
+from moe_ep_bench.machine.commit import DIRTY, commit_of, output_of
 from moe_ep_bench.policies.lazy import torch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -148,6 +148,7 @@ def asked(arguments: Sequence[str]) -> dict[str, str]:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Everything for ``run.json`` that one rank can say; clocks, commit and load are those of this moment."""
+    commit = commit_of()
     return {
         **hardware(device),
         **package_versions(),
@@ -156,9 +157,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "kernel": platform.release(),
         "load_average": list(os.getloadavg()),
-        "git_commit": _output("git", "-C", str(_PACKAGE), "rev-parse", "HEAD"),
+        "git_commit": commit.removesuffix(DIRTY) if commit else None,
         # Of this package: results and notes beside it do not change what is measured.
-        "git_dirty": bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain", "--", ".")),
+        "git_dirty": bool(commit and commit.endswith(DIRTY)),
         "threads_per_rank": torch.get_num_threads(),
     }
 
@@ -188,7 +189,7 @@ def describe_gpus() -> dict[str, Any]:
     """The first node's driver and GPUs, and how they are linked (``nvidia-smi topo -m``); empty where none is known."""
     with contextlib.suppress(pynvml.NVMLError):
         if gpus := query_gpus():
-            topology = re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m") or "")  # it underlines
+            topology = re.sub(r"\x1b\[[0-9;]*m", "", output_of("nvidia-smi", "topo", "-m") or "")  # it underlines
             return {"driver": gpus[0]["driver"], "gpus": gpus, "topology": topology.splitlines()}
     return {}
 
@@ -214,11 +215,3 @@ def conditions(environment: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an environment (``describe``) that must be equal for results to lie in one directory."""
     on_gpus = environment.get("device_type") == "cuda"
     return {key: environment.get(key) for key in (*_COMPARED, *(_COMPARED_ON_GPUS if on_gpus else ()))}
-
-
-def _output(*command: str) -> str | None:
-    """What a program prints, within 20 s; None where there is no answer."""
-    try:
-        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

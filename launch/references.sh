@@ -29,7 +29,7 @@ cd "$root"
 for recording in deepseek-v2-lite-{intent,summary,translation} gpt-oss-20b-mixed; do
   [ -e "recordings/$recording.safetensors" ] || fail "recordings/$recording.safetensors is not there (docs/workloads.md)"
 done
-launch/setup.sh
+launch/setup.sh --with tables,models
 [ -z "$(git status --porcelain -- moe_ep_bench configs benchmarks)" ] || fail "commit first: results name the commit that made them"
 package=$(git rev-parse HEAD:moe_ep_bench HEAD:configs HEAD:benchmarks | sha256sum)
 bench=.venv/bin/moe-ep-bench

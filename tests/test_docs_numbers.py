@@ -373,7 +373,7 @@ def of_atlas() -> list[str]:
         f"Under typical traffic native stays in {share(~is_prefill & of['typical'], 'nothing')} answers.",
         f"Under hard traffic it stays in {share(~is_prefill & of['hard'], 'nothing')}; elsewhere a layer is "
         f"{times(~is_prefill & of['hard'])}.",
-        f"Drops are picked in {len(drops)} of {len(rows)} answers, {of_mixtral} of them of Mixtral",
+        f"Drops are picked in {len(drops)} of {len(rows)} answers, {of_mixtral} of them for Mixtral",
         f"the fastest drop has {ratio:.2f} times their speed in the median, for {100 * dropped:.0f} % of the pairs",
         f"The time of experts was measured elsewhere in {elsewhere('experts')} of the {len(rows)} answers, that of "
         f"exchanges in {elsewhere('exchange')}",
@@ -402,7 +402,7 @@ def of_kernels() -> list[str]:
     return [
         *(f"| `{policy.split()[0]}` | {gain(policy, 16)} | {gain(policy, 65_536)} |" for policy in policies),
         f"| `xshare` by request | {gain('xshare k0=1 scope=request request_budget=2', 16)} |",
-        f"| `laser`, against numba | {gain(laser, 16)} | {found.loc[(laser, 65_536), 'graph us']:,.0f} alone |",
+        f"| `laser`, against numba | {gain(laser, 16)} | {found.loc[(laser, 65_536), 'graph us']:,.0f} with Triton |",
         f"A layer takes {1000 * native_ms:.0f} us at 16 tokens",
         f"`torch.topk` alone takes {alone[0]:.1f} and {alone[1]:.0f} us.",
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hatchling import build
 
 import moe_ep_bench
 from moe_ep_bench.machine.commit import PACKAGE, commit_of
@@ -114,3 +115,9 @@ def test_citation_is_of_the_format() -> None:
 def test_page_of_an_index_keeps_only_links_that_it_can_follow(text: str, shown: str) -> None:
     pytest.importorskip("hatchling")
     assert runpy.run_path(str(ROOT / "hatch_build.py"))["without_relative_links"](text) == shown
+
+
+def test_clone_is_installed_by_hatchling_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(sys.modules, "editables", None)  # which set-up does not install
+    assert (tmp_path / build.build_editable(str(tmp_path))).exists()

@@ -201,8 +201,9 @@ progress() {
     -e 's/^Installing collected packages.*/  installing them .../p'
 }
 # uv reads nothing of what pip is told, and other torches than the index's are pip's.
+told=$("$venv/bin/python" -m pip config list 2>/dev/null || true)
 if [ -z "$system_torch$cuda12" ] && command -v uv >/dev/null &&
-  ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -qE '[:.](no-index|index-url|extra-index-url|find-links)='; then
+  ! grep -qE '[:.](no-index|index-url|extra-index-url|find-links)=' <<<"$told"; then
   uv pip install --python "$venv/bin/python" --constraint <(echo "$constraints") --requirement <(echo "$needs") || exit 1
 else
   "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \

@@ -77,24 +77,25 @@ REBALANCE: list[dict[str, Any]] = [
 DECODE = [{**REPLICATION[0], "balancer": "activated", "solve_us": us} for us in (0, 10, 100)]
 
 HEAD = """\
-# Dropping beside what loses nothing
+# Dropping compared with balancing without loss
 
-Modelled, 8 H200; made by `python benchmarks/lossless.py`. Recordings: layers 2, 8, 14 and 20, requests in
-their order, each with 4 batches (GPT-OSS-20B 5, decode 10); GPT-OSS-20B was recorded in decode. Plans know
-3 batches ahead of these (4, 10), and no token that they serve. Power laws: one layer, 20 batches, other
-busy experts in each, of which plans know all but the served one. Weights and rows go over links one after
-the other, beside no work. Solvers' times are assumed. LLEP and UltraEP move no weights for fewer than
-1,024 pairs.
+Modelled on 8 H200 by `python benchmarks/lossless.py`. Recordings: layers 2, 8, 14 and 20, with requests in
+recorded order and 4 batches (GPT-OSS-20B 5, decode 10); GPT-OSS-20B was recorded in decode. Plans know the 3
+batches before these (4, 10), and no token that they serve. Power laws: one layer and 20 batches, each with other
+busy experts; plans know all but the served one. Weights travel before rows, on the same links, and nothing hides
+them. Solving times are assumed. LLEP and UltraEP move no weights for fewer than 1,024 pairs.
 
-A cell is the speedup of one layer, its 95 % range over layers and batches, and in round brackets the
-mass lost. `*`: inconclusive, or below what the model can tell. Ranges are of traffic alone."""
+A cell is the speedup of one layer, in square brackets its 95 % range over layers and batches, and in round
+brackets the mass lost. `*`: inconclusive, or below what the model can tell. Ranges cover traffic, not errors of
+the model."""
 HELD_OUT = """\
-Fullest rank over the mean of batches of 1,024 tokens that no plan knows, all layers, EP 8, one spare slot.
-`planned on` gave the first half of its batches, `served` the second."""
+Fullest rank over the mean, in batches of 1,024 tokens that no plan knows: all layers, EP 8, one spare slot. Plans
+were made on the first half of the batches of `planned on`, and serve the second half of `served`."""
 
 DIVIDED = """\
-The same of EPLB, planned on a recording's first half and serving its second, by the mean spare slots of a rank and
-layer: as many in each layer (alike), or divided among layers by what the first half gains (`spare_budget`)."""
+The same for EPLB, planned on a recording's first half and serving its second, by the mean number of spare slots of
+a rank and layer: equally many in each layer (alike), or divided among layers by what the first half gains
+(`spare_budget`)."""
 
 
 def configs(traces: Path) -> dict[str, dict[str, Any]]:

@@ -134,7 +134,7 @@ def of_layers(gpu: str) -> list[str]:
         *rows,
         f"native against native {ends(again['speedup_median'], '.3f')} (floor {floor(of)}), unaccounted "
         f"{ends(of['breakdown_unaccounted_share'], '.1f', 100)} %, probes {ends(of['probe_overhead'], '.1f', 100)} %, "
-        f"smallest speedup that would be called {ends(policies['detectable'], '.3f')}",
+        f"smallest detectable speedup {ends(policies['detectable'], '.3f')}",
         f"multiplies in float32, {ends(shares[0], '.1f', 100)} % of native's layers and "
         f"{ends(shares[1], '.1f', 100)} % of Token Drop's",
         f"Experts reach {ends(rates)} TFLOP/s, {100 * min(rates) / max(matmul):.0f} to "
@@ -228,7 +228,7 @@ def of_decode_experts(gpu: str) -> list[str]:
     others = f"Qwen3-235B: {wide[0]}, " if wide[0] != begin else ""
     return [
         *rows,
-        f"Decode kernels are the faster up to {last} tokens, grouped GEMMs from {begin} on ({others}"
+        f"Decode kernels are faster up to {last} tokens, grouped GEMMs from {begin} on ({others}"
         f"GPT-OSS-120B: beyond {oss[1]})",
     ]
 
@@ -353,7 +353,7 @@ def of_h100() -> list[str]:
         f"eager decode of 256 tokens gave `topk` {other.loc[(before, 256, 'topk'), 'speedup_median']:.2f} times "
         f"native's speed (graphs: {graphs('h100').loc[(256, 'topk'), 'speedup_median']:.2f}), and native differed from "
         f"itself by {1 / other.loc[(before, 512, 'native again'), 'speedup_median']:.2f} at 512 tokens.",
-        f"{topk['speedup_median']:.2f} (median of pairs) at 256 tokens, where both are the host's "
+        f"{topk['speedup_median']:.2f} (median of pairs) at 256 tokens, where both times are the host's "
         f"({native['median_ms']:.2f} and {topk['median_ms']:.2f} ms), native against itself "
         f"{other.loc[(after, 256, 'native again'), 'speedup_median']:.2f}.",
         *of_layers("h100")[:-1],  # of what is dropped the H200's page speaks
@@ -426,7 +426,7 @@ SETTINGS = (
     *(r"(gpu-check: |Since )[\da-f]{8}", r"[\d,]+ tokens( a rank)?", r"peak load 4", r"EP [18]\b", r"\u03b3 [\d.]+"),
     *(r"k0 ?= ?\d( to 7)?", r"XShare \d+", r"T = 16", r"\| 3 \| 4 \| 5 \| 6 \| 7 \|", r"(Token|Expanded) Drop 1\.0"),
     *(r"8 to 128 activated", r"- 1\|", r"here 65,536 were routed", r"aim on an H200: 120", r"At 16 tokens 5 us"),
-    r"copy that is a yardstick takes 2 GiB",
+    r"copy for comparison takes 2 GiB",
 )
 # What was seen and is in no file; the page names the commit.
 SEEN = (

@@ -238,11 +238,11 @@ def of_balancing() -> list[str]:
         f"{max(gib):.1f} GiB",
         f"gains {extremes(of[BY_DEVICE] - of[VARIANCE] for of in medians)} more, without memory",
         f"at {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}) if planned on another "
-        f"domain, at {extremes(row[1] for row in own)} on its own, at {extremes(row[1] for row in three)} on all "
+        f"domain, at {extremes(row[1] for row in own)} on the same, at {extremes(row[1] for row in three)} on all "
         f"three; `variance` on all three at {extremes(row[2] for row in three)}.",
-        f"leaves it at {extremes(none)}, with one in each layer at {extremes(one)} (GPT-OSS: {gpt_oss}).",
+        f"leaves the fullest rank at {extremes(none)}, with one in each layer at {extremes(one)} (GPT-OSS: {gpt_oss}).",
         f"With `spare_budget: 0.5` a layer is {extremes(half)} times as fast.",
-        f"dropping 4.9 % gains {dropped}, as much as moving weights at 0 us, {moved}. At 16,384 moving weights wins "
+        f"dropping 4.9 % gains {dropped}, as much as `ultra` at 0 us, {moved}. At 16,384 `ultra` wins "
         f"even at 100 us, {wins} against {loses}.",
         f"it makes a layer slower ({extremes(small)}).",
         f"{extremes((row['speedup_median'] for row in by_expert), '.1f')} in prefill, for "

@@ -292,6 +292,10 @@ REQUESTS_SCHEMA = _table(
         ("time_us", pa.float64()),  # from sending to the last one
         ("num_prompt_tokens", pa.int64()),  # as the server counts
         ("num_tokens", pa.int64()),  # of the answer
+        (
+            "num_arrivals",
+            pa.int64(),
+        ),  # moments at which pieces of it came; fewer than tokens where they come in bunches
         ("text", pa.string()),
         ("tokens", pa.list_(pa.string())),  # as the server spells them
         ("logprobs", pa.list_(pa.float64())),  # of these tokens, nats

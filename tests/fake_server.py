@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--hangs-under", help="a policy under which it never answers")
     parser.add_argument("--refuses", action="store_true", help="requests, with status 400")
     parser.add_argument("--breaks-off", action="store_true", help="before the end of a stream")
+    parser.add_argument("--bunch", type=int, default=1, help="pieces that are sent at once")
     parser.add_argument("--bare", action="store_true", help="neither log-probabilities nor a usage")
     parser.add_argument("--child", action="store_true", help="has a child that outlives it")
     parser.add_argument("--log", help="a file that gets a line a start and a request")
@@ -60,6 +61,7 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # which would hold pieces back
 
         def log_message(self, *_: object) -> None:
             pass
@@ -90,24 +92,28 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
             size = len(asked["prompt"])
             turns = policy == "token_drop" and size % 2 == 0
-            self.event({"choices": [{"text": ""}]})  # of no token
+            self.events({"choices": [{"text": ""}]})  # of no token
+            held: list[Any] = []
             for place in range(pieces):
                 time.sleep((options.first_ms if place == 0 else options.token_ms) / 1e3)
                 time.sleep(options.policy_ms / 1e3 if policy else 0)
                 word = f" {size + place + (turns and place >= 2)}"
                 said = {"tokens": [word], "token_logprobs": [-0.5 if policy is None else -0.75]}
-                self.event({"choices": [{"text": word, **({} if options.bare else {"logprobs": said})}]})
+                held.append({"choices": [{"text": word, **({} if options.bare else {"logprobs": said})}]})
+                if len(held) == options.bunch or place == pieces - 1:
+                    self.events(*held)
+                    held.clear()
             if options.breaks_off:
                 self.close_connection = True
                 return
             if not options.bare:
                 usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": pieces}
-                self.event({"choices": [], "usage": usage})
+                self.events({"choices": [], "usage": usage})
             self.chunk(b"data: [DONE]\n\n")
             self.chunk(b"")
 
-        def event(self, content: Any) -> None:
-            self.chunk(f"data: {json.dumps(content)}\n\n".encode())
+        def events(self, *contents: Any) -> None:
+            self.chunk("".join(f"data: {json.dumps(content)}\n\n" for content in contents).encode())
 
         def chunk(self, content: bytes) -> None:
             self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")

@@ -1,6 +1,7 @@
 """Run vLLM's engine in this process on a tiny model, without the plugin and with it: run_vllm.py RUN FOLDER.
 
-RUN is a family of ``MODELS``, with ``-compiled`` behind it for torch.compile without graphs. Leaves ``answers.json``
+RUN is a family of ``MODELS``, with ``-compiled`` behind it for torch.compile without graphs, ``-pieces`` for the
+operation at which graphs are split, on a CPU without graphs, or ``-graphs`` for them (a GPU). Leaves ``answers.json``
 (tokens and log-probabilities of prompts, and the keys of torch.compile's cache), ``<run>.npz`` (what the experts of
 each layer were given, and the router's logits) and the recordings of the runs.
 """
@@ -58,10 +59,14 @@ def tiny(folder: Path, family: str) -> Path:
     return path
 
 
-def engine(model: Path, is_compiled: bool) -> LLM:
-    how: dict[str, Any] = {"compilation_config": {"cudagraph_mode": "NONE"}} if is_compiled else {"enforce_eager": True}
+def engine(model: Path, how: str) -> LLM:
+    options: dict[str, Any] = {"enforce_eager": True}
+    if how:
+        options = {"compilation_config": {"cudagraph_mode": "PIECEWISE" if how == "graphs" else "NONE"}}
+    if how == "pieces":
+        options["compilation_config"]["splitting_ops"] = [plugin.OPERATION]
     return LLM(
-        **how,
+        **options,
         model=str(model),
         skip_tokenizer_init=True,
         max_model_len=256,
@@ -93,11 +98,11 @@ def ask(llm: LLM | None, policy: dict[str, Any] | None, record: Path | None) -> 
         os.environ.pop(name, None)
         if value:
             os.environ[name] = value
-    routers = plugin._session.routers
+    before = plugin._session
     plugin.register()
     if llm is None:
         return None
-    plugin._session.routers = routers
+    plugin._session.routers, plugin._session.runners = before.routers, before.runners
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     plugin._bind(worker)
     return worker
@@ -135,7 +140,7 @@ class Seen:
 def main(run: str, folder: Path) -> None:
     family, _, how = run.partition("-")
     model = tiny(folder / family, family)
-    llm = engine(model, bool(how))
+    llm = engine(model, "compiled" if how == "pieces" else how)
     told, keys = {"own": answers(llm)}, [llm.llm_engine.vllm_config.compute_hash()]
     del llm  # its end takes the process groups along
     # A second engine in one process finds these in place; the scan for them stumbles over llvmlite (numba).
@@ -144,7 +149,8 @@ def main(run: str, folder: Path) -> None:
     if not how:  # which torch.compile would look into
         seen.hook.start()
     ask(None, {"name": "topk"}, folder / "topk")
-    llm = engine(model, bool(how))
+    llm = engine(model, how)
+    assert bool(plugin._session.runners) == (how in ("pieces", "graphs"))
     keys.append(llm.llm_engine.vllm_config.compute_hash())
     seen.arrays.clear()  # warm-up
     counts = {}

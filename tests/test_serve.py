@@ -26,8 +26,11 @@ from results_builder import label_in
 
 from moe_ep_bench.analysis.cases import cases
 from moe_ep_bench.analysis.compare import compare_directories
+from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.served import agreement, first_difference, request_times
 from moe_ep_bench.analysis.store import load
+from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.serving import POLICY, RECORD, server
@@ -124,6 +127,16 @@ def test_a_server_that_counts_nothing_is_counted_by_pieces(tmp_path: Path) -> No
     with fake(tmp_path, "--bare") as one:
         (answer,) = asked(one.url, ["a"])
     assert (answer.num_tokens, answer.num_prompt_tokens, answer.tokens, answer.failure) == (4, None, [], None)
+
+
+def test_pieces_that_come_at_once_are_one_arrival(tmp_path: Path) -> None:
+    found = {}
+    for bunch in (1, 4):
+        with fake(tmp_path, f"--token-ms 100 --bunch {bunch}") as one:
+            (found[bunch],) = asked(one.url, ["a"], max_tokens=8)
+    assert found[1].text == found[4].text
+    assert found[4].num_arrivals == 2
+    assert found[1].num_arrivals > 4, "8 but for what a busy machine does"
 
 
 def test_as_many_requests_are_in_flight_as_asked_and_answers_keep_their_order(tmp_path: Path) -> None:
@@ -301,6 +314,33 @@ def test_tables_figures_and_a_page_come_out(done: Path, capsys: pytest.CaptureFi
     drawn = pd.read_csv(done / "figures" / "served.csv")
     assert drawn["label"].tolist() == ["topk", "token_drop capacity_factor=1.0"]
     assert sorted(path.stem for path in (done / "figures").glob("*.csv")) == ["served"]
+
+
+def test_the_figure_has_the_floor_of_each_quantity_and_all_shares_of_equal_answers(done: Path) -> None:
+    with house_style():
+        drawing = draw(FIGURES["served"], load(done / "out"))
+    native = cases(load(done / "out")).set_index("label").loc["native"]
+    drawn = {}
+    for axes in drawing.figure.axes:
+        for patch in axes.patches:
+            if patch.get_label() == "noise floor":
+                drawn[axes.get_ylabel().split()[0]] = patch.get_y(), patch.get_y() + patch.get_height()
+    names = {"speedup": "", "TTFT": "ttft_", "TPOT": "tpot_", "throughput": "throughput_"}
+    assert drawn == {
+        word: pytest.approx((native[f"{name}floor_low"], native[f"{name}floor_high"])) for word, name in names.items()
+    }
+    (ends,) = [axes.get_ylim() for axes in drawing.figure.axes if axes.get_ylabel().startswith("equal")]
+    assert ends == pytest.approx((-5, 105))
+
+
+@pytest.mark.parametrize("bunch", [1, 5])
+def test_pieces_in_bunches_are_warned_of(tmp_path: Path, bunch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    options = f"--token-ms 100 --bunch {bunch}"
+    assert serve(config_in(tmp_path, options, policies=[], rounds=1, requests=1, alone=0)) == OK
+    assert main(["show", str(tmp_path / "out")]) == OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("answers came in bunches of 5.0 tokens" in shown) == (bunch == 5)
+    assert ("in bunches of" in shown) == (bunch == 5)
 
 
 def test_what_is_finished_is_not_repeated(done: Path, capsys: pytest.CaptureFixture[str]) -> None:

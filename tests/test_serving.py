@@ -21,7 +21,7 @@ from refusals import refusal
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
-from moe_ep_bench.serving import LIMIT, POLICY, RECORD, Settings, check_config, settings
+from moe_ep_bench.serving import LIMIT, POLICY, RECORD, Settings, backends, check_config, settings
 from moe_ep_bench.serving import recorder as recording
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.recorder import Recorder
@@ -218,6 +218,30 @@ def test_slots_hold_what_the_policy_chose_and_read_no_other_expert(seed: int, to
         assert torch.equal(read_E, map_TE.any(dim=0))
 
 
+@pytest.mark.parametrize("placed", ["linear", "round robin"])
+@given(st.integers(0, 2**32 - 1), st.integers(0, 12))
+def test_an_empty_slot_elsewhere_is_a_row_on_no_rank(placed: str, seed: int, tokens: int) -> None:
+    """Each rank names an expert of another: it computes the pairs kept of its own experts, and nothing else."""
+    random, ranks = torch.Generator().manual_seed(seed), 4
+    scores_TE = torch.rand(tokens, EXPERTS, generator=random) + 0.01
+    own_TK = scores_TE.topk(TOP_K, dim=1).indices
+    map_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, own_TK, True)
+    map_TE &= torch.rand(tokens, EXPERTS, generator=random) < 0.6
+    keeps_T = torch.rand(tokens, generator=random) < 0.3
+    kept_TE = torch.where(keeps_T.unsqueeze(1), torch.zeros_like(map_TE).scatter(1, own_TK, True), map_TE)
+    weights_TK, expert_E = scores_TE.gather(1, own_TK), torch.arange(EXPERTS)
+    rank_E = expert_E % ranks if placed == "round robin" else expert_E // (EXPERTS // ranks)
+    computed_TE = torch.zeros_like(scores_TE)
+    for rank in range(ranks):
+        elsewhere = int((rank_E != rank).nonzero()[0])
+        routing = Routing(map_TE, scores_TE * map_TE)
+        found_TK, ids_TK = into_slots(routing, keeps_T, weights_TK, own_TK.int(), elsewhere)
+        is_mine_TK = rank_E[ids_TK.long()] == rank
+        assert is_mine_TK.sum() == kept_TE[:, rank_E == rank].sum(), "rows are the pairs that are kept"
+        computed_TE += dense(found_TK * is_mine_TK, ids_TK)
+    torch.testing.assert_close(computed_TE, scores_TE * kept_TE)
+
+
 def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
     layer, step = layer_of("qwen"), step_of(16)
     spec = {"name": "load_only", "carry_loads": True}
@@ -273,7 +297,59 @@ def test_a_release_in_which_the_plugin_was_not_run_is_warned_of(
     assert all(f"vllm {version} has the plugin's hooks" in record.message for record in caplog.records)
 
 
-# ---- the operation ---------------------------------------------------------------------------------------------------
+# ---- what kernels do with a dropped pair ----------------------------------------------------------------------------
+
+
+def kernels(
+    name: str = backends._TRITON, exchange: str = backends._NO_EXCHANGE, rank: int | None = 0, **facts: Any
+) -> Any:
+    """A stand-in for vLLM's runner of a layer with 8 experts on 2 ranks; ``rank`` None = all on one."""
+
+    def thing(path: str, **values: Any) -> Any:
+        module, _, kind = path.rpartition(".")
+        return type(kind, (), {"__module__": module, **values})()
+
+    facts = {
+        "quant_dtype": None,
+        "a2_scale": None,
+        "block_shape": None,
+        "per_act_token_quant": False,
+        "quantization_emulation": False,
+    } | facts
+    map_E = None if rank is None else torch.where(torch.arange(8) // 4 == rank, torch.arange(8) % 4, -1)
+    kernel = SimpleNamespace(fused_experts=thing(name, **facts), prepare_finalize=thing(exchange))
+    method = SimpleNamespace(moe_kernel=kernel if name else None)
+    return SimpleNamespace(routed_experts=SimpleNamespace(quant_method=method, expert_map=map_E))
+
+
+@pytest.mark.parametrize(
+    ("told", "device", "expected", "elsewhere"),
+    [
+        ({}, "cuda", "TritonExperts skips the rows of dropped pairs", 4),
+        ({"rank": 1}, "cuda", "TritonExperts skips the rows of dropped pairs", 0),
+        ({"rank": None}, "cuda", "TritonExperts computes every slot (one rank holds all experts)", None),
+        ({"lora": True}, "cuda", "TritonExperts computes every slot (LoRA)", None),
+        ({"quant_dtype": torch.int8}, "cuda", "computes every slot (a dynamic scale per tensor)", None),
+        ({"quant_dtype": torch.int8, "per_act_token_quant": True}, "cuda", "skips", 4),
+        ({"quant_dtype": torch.int8, "a2_scale": 1.0}, "cuda", "skips", 4),
+        ({"quant_dtype": torch.int8, "block_shape": [128, 128]}, "cuda", "skips", 4),
+        ({"name": "vllm.cutlass_moe.CutlassExperts"}, "cuda", "CutlassExperts: unknown whether dropped", None),
+        ({"exchange": "vllm.deepep_ht.DeepEPHTPrepareAndFinalize"}, "cuda", "unknown whether dropped", None),
+        ({"name": ""}, "cuda", "unknown whether dropped pairs are computed (no modular kernel)", None),
+        ({"name": "vllm.cpu_moe.CPUExperts"}, "cpu", "CPUExperts computes every slot: dropping saves no time", None),
+    ],
+)
+def test_a_drop_saves_its_row_only_where_the_kernel_is_known_to_skip_it(
+    told: dict[str, Any], device: str, expected: str, elsewhere: int | None
+) -> None:
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), lora_config=told.pop("lora", None))
+    backend = backends.backend_of(kernels(**told), config)
+    assert expected in str(backend)
+    assert backend.elsewhere == elsewhere
+    assert (backend.does == "skips") == (elsewhere is not None)
+
+
+# ---- the operations --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -287,7 +363,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> plugin.Session:
 
 
 def test_compiled_code_calls_the_policy_as_one_operation(session: plugin.Session) -> None:
-    plugin.define_operation()
+    plugin.define_operations()
     logits_TE = logits()
     weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
     compiled = torch.compile(
@@ -303,6 +379,24 @@ def test_compiled_code_calls_the_policy_as_one_operation(session: plugin.Session
     assert (found_TK[:60] > 0).sum(dim=1).unique().tolist() == [1]
     assert torch.equal(found_TK[60:], weights_TK[60:])  # what fills up a batch
     assert session.num_routed == 2
+
+
+def test_a_layers_outputs_are_written_where_they_were_asked_for(session: plugin.Session) -> None:
+    """With a shared expert and without; narrower than the layer's input where the kernel is."""
+    plugin.define_operations()
+    shared = lambda hidden, logits, shared, ids: (hidden * 3, hidden[:, :4] * 2)  # noqa: E731
+    session.runners = [
+        SimpleNamespace(_forward_impl=shared),
+        SimpleNamespace(_forward_impl=lambda hidden, *_: hidden + 1),
+    ]
+    hidden, routed, other = torch.rand(5, 6), torch.full((5, 4), torch.nan), torch.full((5, 6), torch.nan)
+    places = routed.data_ptr(), other.data_ptr()
+    torch.ops.moe_ep_bench.moe(hidden, hidden, hidden, None, routed, other, 0)
+    assert torch.equal(routed, hidden[:, :4] * 2)
+    assert torch.equal(other, hidden * 3)
+    torch.ops.moe_ep_bench.moe(hidden, hidden, None, None, other, None, 1)
+    assert torch.equal(other, hidden + 1)
+    assert (routed.data_ptr(), other.data_ptr()) == places
 
 
 def test_a_step_in_which_a_layer_was_passed_by_ends_the_server(session: plugin.Session) -> None:
@@ -598,7 +692,11 @@ def config_of(**changes: Any) -> Any:
         model_config=SimpleNamespace(
             model="m", get_num_experts=lambda: experts, hf_text_config=SimpleNamespace(**text)
         ),
-        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=changes.get("graphs", graphs))),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(name=changes.get("graphs", graphs)),
+            splitting_ops=changes.get("splitting_ops", ["vllm::unified_attention_with_output"]),
+            use_inductor_graph_partition=changes.get("use_inductor_graph_partition", False),
+        ),
         device_config=SimpleNamespace(device_type=device),
     )
 
@@ -607,7 +705,11 @@ def config_of(**changes: Any) -> Any:
     ("policy", "changes", "expected"),
     [
         ("topk", {"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
-        ("topk", {"graphs": "PIECEWISE"}, "--enforce-eager"),
+        ("topk", {"graphs": "FULL_AND_PIECEWISE"}, "start with -cc.cudagraph_mode=PIECEWISE (or NONE)"),
+        ("topk", {"graphs": "FULL"}, "start with -cc.cudagraph_mode=PIECEWISE (or NONE)"),
+        ("topk", {"graphs": "PIECEWISE", "splitting_ops": []}, "graphs are not split at operations"),
+        ("topk", {"graphs": "PIECEWISE", "use_inductor_graph_partition": True}, "graphs are not split at operations"),
+        ("topk", {"graphs": "PIECEWISE"}, ""),
         ("topk", {"speculative_config": 1}, "speculative decoding"),
         ("topk", {"pipeline_parallel_size": 2}, "pipeline stage"),
         ("topk", {"use_ubatching": True}, "--enable-dbo"),

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +24,14 @@ import pytest
 import torch
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.serving import POLICY, RECORD
+from moe_ep_bench.serving import POLICY, RECORD, backends
+from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.step import COUNTS
 from moe_ep_bench.workload.trace import open_trace
 
 pytestmark = pytest.mark.vllm
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-COMPILED = "qwen3_moe-compiled"
+COMPILED, PIECES, GRAPHS = "qwen3_moe-compiled", "deepseek_v3-pieces", "deepseek_v3-graphs"
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
@@ -57,7 +59,7 @@ class Run(NamedTuple):
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[bytes]]]]:
     """A process for every run, all at once: most of their time is imports."""
     children = {}
-    for run in (*FAMILIES, COMPILED):
+    for run in (*FAMILIES, COMPILED, PIECES, *([GRAPHS] if torch.cuda.is_available() else [])):
         folder = tmp_path_factory.mktemp(run)
         with (folder / "log").open("wb") as log:
             command = [sys.executable, TESTS / "run_vllm.py", run, folder]
@@ -87,16 +89,20 @@ def test_topk_gives_vllms_own_answers(run: Run) -> None:
     assert run.answers["token_drop"] != run.answers["own"]
 
 
-def test_compiled_code_without_graphs_calls_the_plugin(
-    engines: dict[str, tuple[Path, subprocess.Popen[bytes]]],
-) -> None:
-    run = finished(COMPILED, *engines[COMPILED])
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and vLLM's build for it")
+
+
+@pytest.mark.parametrize("how", [COMPILED, PIECES, pytest.param(GRAPHS, marks=[pytest.mark.gpu, NEEDS_GPU])])
+def test_compiled_code_calls_the_plugin(how: str, engines: dict[str, tuple[Path, subprocess.Popen[bytes]]]) -> None:
+    """Whole; with each layer an operation at which graphs are split; and with graphs between these."""
+    run = finished(how, *engines[how])
     assert run.answers["topk"] == run.answers["own"]
     assert run.answers["token_drop"] != run.answers["own"]
     assert run.keys[0] != run.keys[1], "what was compiled without the plugin is not found again"
     for name in ("topk", "token_drop"):
+        generated = sum(len(tokens) - 1 for tokens, _ in run.answers[name])  # the last is never computed
         assert open_trace(run.folder / name / "prefill.safetensors").num_tokens == 211
-        assert open_trace(run.folder / name / "decode.safetensors").num_tokens == 28
+        assert open_trace(run.folder / name / "decode.safetensors").num_tokens == generated
     counts = {name: pd.DataFrame(rows, columns=COUNTS) for name, rows in run.counts.items()}
     assert counts["topk"]["dropped"].sum() == 0
     assert counts["token_drop"]["dropped"].min() > 0
@@ -153,6 +159,153 @@ policies: [{{name: token_drop, capacity_factor: 1.0}}]
         ids_TK, is_held_TK = seen[f"{layer_name}|ids"][:211], seen[f"{layer_name}|weights"][:211] > 0
         assert np.bincount(ids_TK[is_held_TK].astype(int), minlength=len(load_E)).tolist() == load_E.tolist()
         assert len(np.unique(ids_TK)) == (np.asarray(load_E) > 0).sum(), "no expert is read that no token holds"
+
+
+# ---- vLLM's own rules, without an engine -----------------------------------------------------------------------------
+
+
+class Replayed(torch.nn.Module):
+    """A piece between two operations as a CUDA graph is: it reads and writes where it did when it was captured."""
+
+    def __init__(self, piece: torch.nn.Module) -> None:
+        super().__init__()
+        self.piece = piece
+        self.read: list[int] = []
+        self.wrote: Any = None
+
+    def forward(self, *args: Any) -> Any:
+        read = [one.data_ptr() for one in args if isinstance(one, torch.Tensor)]
+        results = self.piece(*args)
+        if self.wrote is None:
+            self.read, self.wrote = read, results
+        assert read == self.read, "vLLM's own check of what is replayed"
+        for place, result in zip(self.wrote, results, strict=True):
+            place.copy_(result)
+        return self.wrote
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with a shared expert"])
+@pytest.mark.parametrize("operation", ["ours", "vLLM's"])
+def test_graphs_are_split_at_a_layer_and_replayed_with_the_same_addresses(
+    operation: str, has_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.compilation.backends import split_graph
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    plugin.define_operations()
+    monkeypatch.setattr(plugin, "_session", plugin.Session())
+    vllm_config = VllmConfig()
+    vllm_config.compilation_config.splitting_ops = [plugin.OPERATION] if operation == "ours" else []
+    kept: list[Any] = []  # so that no address comes twice
+
+    def computed(hidden: torch.Tensor, *_: Any) -> Any:
+        kept.append((2 * hidden, 3 * hidden))
+        return kept[-1] if has_shared else kept[-1][1]
+
+    def like(hidden: torch.Tensor, *_: Any) -> Any:
+        return (torch.empty_like(hidden), torch.empty_like(hidden)) if has_shared else torch.empty_like(hidden)
+
+    # vLLM's operation allocates what it returns.
+    returns, name = "(Tensor, Tensor)" if has_shared else "Tensor", f"moe_ep_bench_test::fresh{has_shared}"
+    fresh = torch.library.custom_op(name, computed, mutates_args=(), schema=f"(Tensor hidden) -> {returns}")
+    fresh.register_fake(like)
+
+    def entry(hidden: torch.Tensor, *_: Any) -> Any:
+        return fresh(hidden)
+
+    runner = SimpleNamespace(shared_experts=1 if has_shared else None, _forward_impl=computed)
+    with set_current_vllm_config(vllm_config):
+        forward = plugin._select_forward(lambda _: entry, runner)
+    weight = torch.rand(6, 6)
+
+    def model(hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            found = forward(hidden @ weight, hidden, None, None, None, 0)
+            hidden = torch.tanh(sum(found) if has_shared else found)
+        return hidden
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        split, items = split_graph(graph, [plugin.OPERATION, name])
+        graphs.append([item.is_splitting_graph for item in items])
+        for item in items:
+            if not item.is_splitting_graph:
+                setattr(split, item.submod_name, Replayed(getattr(split, item.submod_name)))
+        return split
+
+    compiled, buffer = torch.compile(model, backend=backend, fullgraph=True), torch.empty(4, 6)
+    with contextlib.nullcontext() if operation == "ours" else pytest.raises(AssertionError, match="own check"):
+        for seed in range(3):
+            buffer.copy_(torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)))
+            torch.testing.assert_close(compiled(buffer), model(buffer))
+    assert graphs == [[False, True, False, True, False]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("placement", ["linear", "round_robin"])
+@pytest.mark.parametrize(
+    ("scales", "skips"),
+    [
+        ({}, True),
+        ({"quant_dtype": torch.int8}, False),
+        ({"quant_dtype": torch.int8, "per_act_token_quant": True}, True),
+        ({"quant_dtype": torch.float8_e4m3fn, "a2_scale": torch.ones(1)}, True),
+        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": [2, 2]}, True),
+    ],
+    ids=["unquantized", "dynamic per tensor", "dynamic per token", "static", "by blocks"],
+)
+def test_vllm_skips_exactly_where_we_say_so(
+    scales: dict[str, Any], skips: bool, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own function, up to where it has decided which rows there are."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+    class DecidedError(Exception):
+        pass
+
+    def decided(topk_ids: torch.Tensor, *args: Any, ignore_invalid_experts: bool, **_: Any) -> None:
+        raise DecidedError(ignore_invalid_experts)
+
+    monkeypatch.setattr(triton_moe, "_prepare_expert_assignment", decided)
+    monkeypatch.setattr(triton_moe, "tl", SimpleNamespace(float32="float32"))  # Triton itself is not there
+    monkeypatch.setattr(triton_moe, "try_get_optimal_moe_config", lambda *args, **_: {})
+    experts = object.__new__(triton_moe.TritonExperts)
+    experts.quant_config, experts._lora_context = FusedMoEQuantConfig.make(**scales), None
+    experts.quantization_emulation = False
+    kernel = SimpleNamespace(fused_experts=experts, prepare_finalize=MoEPrepareAndFinalizeNoDPEPModular())
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"), lora_config=None)
+    for rank in range(2):
+        num_local, map_E, _ = determine_expert_map(2, rank, 8, placement)
+        told = SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=kernel), expert_map=map_E)
+        backend = backends.backend_of(SimpleNamespace(routed_experts=told), config)
+        assert (backend.does == "skips") == skips
+        assert backend.elsewhere is None or map_E[backend.elsewhere] == -1
+        hidden, first, second = torch.zeros(3, 4), torch.zeros(num_local, 8, 4), torch.zeros(num_local, 4, 4)
+        ids_TK = torch.zeros(3, 2, dtype=torch.int32)
+        with pytest.raises(DecidedError) as found:
+            experts.apply(
+                output=hidden,
+                hidden_states=hidden,
+                w1=first,
+                w2=second,
+                topk_weights=torch.ones(3, 2),
+                topk_ids=ids_TK,
+                activation=triton_moe.MoEActivation.SILU,
+                global_num_experts=8,
+                expert_map=map_E,
+                a1q_scale=None,
+                a2_scale=experts.a2_scale,
+                workspace13=torch.zeros(1000),
+                workspace2=torch.zeros(1000),
+                expert_tokens_meta=None,
+                apply_router_weight_on_input=False,
+            )
+        assert found.value.args[0] == skips
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

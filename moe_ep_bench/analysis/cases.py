@@ -361,7 +361,8 @@ def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
 def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """Times of parts of a request, throughput, their speedups over native with verdicts, and how answers agree.
 
-    Each quantity has a noise floor of its own, and columns ``<quantity>_speedup_*`` and ``<quantity>_verdict``.
+    Each quantity has columns ``<quantity>_speedup_*``, a noise floor of its own ``<quantity>_floor_*``, and
+    ``<quantity>_verdict``.
     """
     times_us = _request_times(store)
     found = [quantiles(times_us), agreement(store.requests, rows["native"])]
@@ -369,11 +370,15 @@ def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
         speedups, judged = _estimates(times_us[column].dropna(), rows["native"]), {}
         for case, row in rows.iterrows():
             same_again = speedups.get(row["noise"])
-            verdict = judge(speedups[case], noise_floor(same_again) if same_again else None)
+            floor = noise_floor(same_again) if same_again else None
+            verdict = judge(speedups[case], floor)
             is_judged = row["status"] == "ok" and row["role"] not in _ROLE_VERDICTS
             judged[case] = values_of(f"{name}_speedup_", speedups[case], ESTIMATE)
+            judged[case] |= values_of(f"{name}_floor_", floor, ("low", "high"))
             judged[case] |= {f"{name}_verdict": verdict if is_judged else None}
-        numbers = [f"{name}_speedup_{end}" for end in ESTIMATE[:-1]]
+        numbers = [f"{name}_speedup_{end}" for end in ESTIMATE[:-1]] + [
+            f"{name}_floor_{end}" for end in ("low", "high")
+        ]
         found.append(pd.DataFrame.from_dict(judged, orient="index").astype(dict.fromkeys(numbers, float)))
     return found[0].join(found[1:], how="outer").reindex(rows.index)
 

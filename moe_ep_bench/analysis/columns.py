@@ -38,6 +38,7 @@ class Column:
         better: which direction is; none of what is neither.
         native: the value of the model's own routing, which axes mark.
         least: the least range of an axis, so that noise is not blown up to fill a panel.
+        ends: of an axis, whatever is drawn.
         cell: what a row's cell says where it takes more than this column; None = the value in its form.
     """
 
@@ -50,6 +51,7 @@ class Column:
     cell: Callable[[Row], str] | None = None
     native: float | None = None
     least: float = 0.0
+    ends: tuple[float, float] | None = None
 
     @property
     def axis(self) -> str:
@@ -248,7 +250,7 @@ _SERVED = (
     text("tpot_verdict", "TPOT verdict"),
     interval("throughput_speedup", "throughput", of_baseline="1", native=1.0, least=0.1),
     text("throughput_verdict", "throughput verdict"),
-    percentage("equal_share", "equal", better="higher", least=0.1),
+    percentage("equal_share", "equal", better="higher", ends=(0.0, 1.0)),
     Column("first_difference", "first difference", "token", "{:.0f}", better="higher"),
     Column("logprob_difference", "log-probability difference", "nats", "{:.2g}", better="lower"),
     percentage("alone_equal_share", "equal alone", better="higher"),

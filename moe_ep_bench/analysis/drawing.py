@@ -37,6 +37,7 @@ _MUCH_OVERHEAD = 0.03
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
 _SERVED_ENDS = [f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")]
+_SERVED_ENDS += [f"{name}_floor_{end}" for name in QUANTITIES for end in ("low", "high")]
 
 
 @lru_cache(maxsize=2)

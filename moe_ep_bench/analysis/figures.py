@@ -416,6 +416,7 @@ FIGURES: dict[str, Figure] = {
         columns=(
             *_SPEEDUP,
             *(f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")),
+            *(f"{name}_floor_{end}" for name in QUANTITIES for end in ("low", "high")),
             *("verdict", "median_ms", "ttft_ms", "tpot_ms", "tokens_per_s", "equal_share", "first_difference"),
         ),
         beside=_is_upright,

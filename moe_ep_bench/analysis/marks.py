@@ -289,7 +289,7 @@ def _whole_ticks(axis: Axis, values: np.ndarray) -> None:
 
 
 def _limit_values(axes: Axes, column: Column, values: np.ndarray, *, upright: bool) -> None:
-    """Limits of an axis of values: at least the column's least range, and nothing below a share of nothing.
+    """Limits of an axis of values: the column's, or its least range at least, and nothing below a share of nothing.
 
     Times begin where points do, unless zero is near, and span at least a tenth of the largest; over a logarithmic axis
     they are logarithmic too.
@@ -299,6 +299,10 @@ def _limit_values(axes: Axes, column: Column, values: np.ndarray, *, upright: bo
     if is_time and axes.get_xscale() == "log" and known.min() > 0:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:,g}")
+        return
+    if column.ends:
+        low, high = column.ends
+        limit(column.scale * (low - 0.05 * (high - low)), column.scale * (high + 0.05 * (high - low)))
         return
     low, high = axis.get_view_interval()
     least = 0.1 * known.max(initial=0) if is_time else column.scale * column.least
@@ -477,17 +481,21 @@ def _draw_references(
     native = alone.mean() if up.native is None else up.native
     if not np.isnan(native):
         line(up.scale * native, label="native", zorder=1, **NATIVE_LINE)
-    if up.name != "speedup_median":
+    if not up.name.endswith("speedup_median"):
         return
+    of = up.name.removesuffix("speedup_median")
     fill = {"color": NOISE_FILL, "linewidth": 0, "zorder": 0.5, "label": "noise floor"}
-    floors = rows[rows["floor_low"] < rows["floor_high"]]  # a model repeats itself exactly, and has none
-    ends = floors[["floor_low", "floor_high"]].drop_duplicates()
+    floors = rows.reindex(columns=[x, f"{of}floor_low", f"{of}floor_high"]).set_axis([x, "low", "high"], axis=1)
+    floors = floors[floors["low"] < floors["high"]]  # a model repeats itself exactly, and has none
+    ends = floors[["low", "high"]].drop_duplicates()
     if len(ends) > 1 and floors_along is not None:
-        along = floors.groupby(floors[x] * floors_along).agg({"floor_low": "min", "floor_high": "max"})
-        axes.fill_between(along.index, along["floor_low"], along["floor_high"], **fill)
+        along = floors.groupby(floors[x] * floors_along).agg({"low": "min", "high": "max"})
+        axes.fill_between(along.index, along["low"], along["high"], **fill)
     else:
         for low, high in ends.itertuples(index=False):
             span(low, high, **fill)
+    if of:  # balance has its own line in the panel of the whole time
+        return
     for balanced in rows.loc[(rows["role"] == "balanced") & rows["line"].isna(), up.name].dropna():
         line(balanced, label="perfect balance", zorder=1, **BALANCED_LINE)
 

@@ -41,6 +41,7 @@ MAX_DRIFT = 0.1
 # What drops more of the top-k pairs does next to nothing: at few tokens a capacity may come to no row at all.
 MOST_DROPPED = 0.95
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
+_MOST_BUNCHED = 1.5  # tokens at one moment
 _LEAST_IDLE = 0.05
 WARNING = "warning: "
 
@@ -267,6 +268,11 @@ def _weak_servers(ok: pd.DataFrame) -> list[Note]:
         (
             "native differs from itself: something differs from server to server; the floor covers it",
             native_differs(again),
+        ),
+        (
+            "answers came in bunches of {:.1f} tokens (median of a case): the server or something on the way holds "
+            "pieces back, so TTFT is the first bunch's and TPOT is too short",
+            (bunch := ok["bunch"].max()) > _MOST_BUNCHED and bunch,
         ),
     ]
 

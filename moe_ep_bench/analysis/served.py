@@ -28,7 +28,7 @@ def request_times(requests: pd.DataFrame) -> pd.DataFrame:
     """Times of requests that were sent in rounds, by case, launch, batch and iteration, us.
 
     Columns: ``time_us``, ``first_us``; ``token_us``, null of answers of one token; ``round_us``, per token of all
-    answers of a round, in its first request alone.
+    answers of a round, in its first request alone; ``bunch``, tokens that came at once, mean over an answer.
     """
     rows = requests[requests["kind"] == LOAD].astype({"batch": int, "iteration": int}).set_index(_KEY).sort_index()
     after_first = rows["num_tokens"].astype(float) - 1
@@ -42,20 +42,22 @@ def request_times(requests: pd.DataFrame) -> pd.DataFrame:
             "first_us": rows["first_us"],
             "token_us": ((rows["time_us"] - rows["first_us"]) / after_first).where(after_first > 0),
             "round_us": np.where(is_first, round_us, np.nan),
+            "bunch": rows["num_tokens"] / rows["num_arrivals"].astype(float),
         },
         rows.index,
     ).astype(float)
 
 
 def quantiles(times_us: pd.DataFrame) -> pd.DataFrame:
-    """``ttft_ms``, ``tpot_ms`` and their ``p99``, and ``tokens_per_s``, the median over rounds; by case."""
+    """``ttft_ms``, ``tpot_ms`` and their ``p99``; medians ``tokens_per_s`` over rounds and ``bunch``; by case."""
     by_case = times_us.groupby(level="case")
     of_each = {
         f"{name}_{end}ms": by_case[QUANTITIES[name]].quantile(share) / 1e3
         for name in ("ttft", "tpot")
         for end, share in (("", 0.5), ("p99_", 0.99))
     }
-    return pd.DataFrame({**of_each, "tokens_per_s": 1e6 / by_case["round_us"].median()})
+    medians = {"tokens_per_s": 1e6 / by_case["round_us"].median(), "bunch": by_case["bunch"].median()}
+    return pd.DataFrame({**of_each, **medians})
 
 
 def agreement(requests: pd.DataFrame, native: pd.Series) -> pd.DataFrame:

@@ -79,12 +79,16 @@ def check_config(config: Any, asked: Settings) -> None:
     parallel, num_experts = config.parallel_config, config.model_config.get_num_experts()
     if not num_experts:
         raise UserError(f"{config.model_config.model}: expected a mixture of experts")
-    graphs = config.compilation_config.cudagraph_mode
+    graphs = graphs_of(config)
     for is_so, words in (
         (config.use_v2_model_runner, "Model Runner V2 is not known; set VLLM_USE_V2_MODEL_RUNNER=0"),
         (
-            config.device_config.device_type != "cpu" and graphs is not None and graphs.name != "NONE",
-            "graphs are replayed without their routers; start with -cc.cudagraph_mode=NONE or --enforce-eager",
+            graphs not in ("NONE", "PIECEWISE"),
+            "graphs are replayed without their routers; start with -cc.cudagraph_mode=PIECEWISE (or NONE)",
+        ),
+        (
+            graphs == "PIECEWISE" and not _splits_graphs(config.compilation_config),
+            "graphs are not split at operations; start without use_inductor_graph_partition and splitting_ops",
         ),
         (config.speculative_config is not None, "speculative decoding computes tokens of no request"),
         (parallel.pipeline_parallel_size > 1, "a pipeline stage holds some of the layers; use --tensor-parallel-size"),
@@ -114,6 +118,17 @@ def check_config(config: Any, asked: Settings) -> None:
         make_folder(asked.directory, RECORD)
         with naming(RECORD):
             check_room(asked.directory)
+
+
+def graphs_of(config: Any) -> str:
+    """The mode of CUDA graphs, by vLLM's name."""
+    mode = config.compilation_config.cudagraph_mode
+    return "NONE" if mode is None or config.device_config.device_type == "cpu" else mode.name
+
+
+def _splits_graphs(compilation: Any) -> bool:
+    """Whether pieces are those between ``splitting_ops``, which the plugin adds to."""
+    return bool(compilation.splitting_ops) and not compilation.use_inductor_graph_partition
 
 
 def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> None:

@@ -19,6 +19,8 @@ import numpy as np
 
 from moe_ep_bench.errors import UserError, brief
 
+_SAME_MOMENT_US = 200.0  # between pieces that were read at once
+
 
 @dataclass
 class Answer:
@@ -28,6 +30,7 @@ class Answer:
         sent_us: since the round began.
         first_us, time_us: from sending to the first token and to the end.
         num_prompt_tokens, num_tokens: as the server counts; None = it does not say.
+        num_arrivals: moments at which pieces with tokens came; pieces of one moment were held back on their way.
         tokens, logprobs: of the answer, empty where the server gives none.
         failure: why there is no answer; None = there is one.
     """
@@ -37,6 +40,7 @@ class Answer:
     time_us: float | None = None
     num_prompt_tokens: int | None = None
     num_tokens: int | None = None
+    num_arrivals: int = 0
     text: str = ""
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -138,6 +142,7 @@ async def _read(response: Any, answer: Answer, sent: float) -> None:
             if choice.get("text") or tokens:
                 num_pieces += 1
                 answer.first_us = answer.first_us or now_us
+                answer.num_arrivals += answer.time_us is None or now_us - answer.time_us > _SAME_MOMENT_US
                 answer.time_us = now_us
             answer.text += choice.get("text") or ""
             answer.tokens += tokens

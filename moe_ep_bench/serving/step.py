@@ -4,7 +4,8 @@ The server's own router goes first. What it chose stays, to the bit, wherever th
 a router in bfloat16 ties (its ``torch.topk`` breaks ties as it likes) and rounds its weights, and neither is a policy's
 doing. Elsewhere the policy's experts and weights take the slots. A token with fewer experts than slots repeats one that
 it holds, at weight 0; one that lost all repeats the busiest expert of the step: no expert is read that was not read
-anyway. The kernel still computes such a slot.
+anyway. The kernel still computes such a slot. Where it skips experts of other ranks (``backends``), an empty slot names
+one of these.
 
 Shapes: T = tokens of a step, E = experts, K = top_k, L = MoE layers.
 """
@@ -100,6 +101,7 @@ class StepRouter:
     Args:
         num_ranks: expert-parallel ranks; a step is one batch of all of them.
         acts_in: phases whose tokens the policy decides on, prefill, decode or both; None = its own.
+        elsewhere: by layer, the expert of another rank that an empty slot names, or None.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class StepRouter:
         num_ranks: int,
         device: torch.device | str,
         acts_in: Sequence[str] | None = None,
+        elsewhere: Sequence[int | None] | None = None,
     ) -> None:
+        self.elsewhere = [None] * len(layers) if elsewhere is None else elsewhere
         self.layers, self.num_ranks = layers, num_ranks
         self.acts_in = tuple(policy.acts_in if acts_in is None else acts_in)
         self.router = PolicyRouter(policy)
@@ -138,7 +142,8 @@ class StepRouter:
         self._count(place, scores_TE, own_TE, map_TE, acts_T, num_acting)
         if is_own:
             return weights_TK, ids_TK
-        return into_slots(Routing(map_TE, routing.weights_TE), ~differs_T, weights_TK, ids_TK)
+        kept = Routing(map_TE, routing.weights_TE)
+        return into_slots(kept, ~differs_T, weights_TK, ids_TK, self.elsewhere[place])
 
     def _count(
         self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor, num_acting: int
@@ -186,13 +191,16 @@ class StepRouter:
         )
 
 
-def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+def into_slots(
+    routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Tensor, elsewhere: int | None = None
+) -> tuple[Tensor, Tensor]:
     """A policy's routing in the slots of a server: weights and ids [T, K].
 
     Args:
         routing: of all tokens; those that keep what they have need no weights.
         keeps_T: tokens whose slots stay as the server's router filled them.
         weights_TK, ids_TK: how it filled them.
+        elsewhere: the expert that an empty slot names; None = one that the token holds.
 
     Raises:
         ValueError: the policy gave a token more experts than there are slots.
@@ -207,7 +215,10 @@ def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Te
         )
     found_TK, expert_TK = routing.weights_TE.masked_fill(~map_TE, -1.0).topk(top_k, dim=1)
     empty_TK = found_TK < 0
-    stand_in_T1 = torch.where(held_T.unsqueeze(1) > 0, expert_TK[:, :1], map_TE.sum(dim=0).argmax())
+    if elsewhere is None:
+        stand_in_T1 = torch.where(held_T.unsqueeze(1) > 0, expert_TK[:, :1], map_TE.sum(dim=0).argmax())
+    else:
+        stand_in_T1 = torch.full_like(expert_TK[:, :1], elsewhere)
     expert_TK, found_TK = torch.where(empty_TK, stand_in_T1, expert_TK), found_TK.clamp(min=0)
     keeps_T1 = keeps_T.unsqueeze(1)
     return (

@@ -9,6 +9,10 @@ method says ``Custom``, or a fused kernel would choose experts by itself. A step
 ends the server with a line: no answer comes from a policy that did not decide. Steps of warm-up pass through, for their
 scores may be anything.
 
+Under piecewise CUDA graphs a layer's experts are ``moe_ep_bench::moe``, at which vLLM splits the graph as at attention:
+it runs between two graphs and writes into a tensor of the one before, for a replayed graph reads where it read when it
+was captured.
+
 The hooks are private to vLLM. ``HOOKS`` names them; a release that lacks one is refused, and one in which the plugin
 was not run is warned of: 0.32.0 is run (tests/test_vllm.py), 0.33.0 was only read.
 
@@ -33,7 +37,7 @@ from typing import Any
 from moe_ep_bench import __version__
 from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, num_ranks, settings
+from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, graphs_of, num_ranks, settings
 
 RUN = "0.32"
 # What the plugin wraps or reads, as module and name.
@@ -43,6 +47,11 @@ HOOKS = (
     ("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter._compute_routing"),
     ("vllm.model_executor.layers.fused_moe.router.fused_moe_router", "FusedMoERouter.routing_method_type"),
     ("vllm.model_executor.layers.fused_moe.config", "RoutingMethodType.Custom"),
+    ("vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEKernel.fused_experts"),
+    ("vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEKernel.prepare_finalize"),
+    ("vllm.model_executor.layers.fused_moe.routed_experts", "RoutedExperts.expert_map"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner._forward_impl"),
+    ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner._select_forward"),
     ("vllm.model_executor.models.utils", "extract_layer_index"),
     ("vllm.v1.core.sched.output", "NewRequestData.from_request"),
     ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
@@ -51,6 +60,7 @@ HOOKS = (
     ("vllm.config", "CompilationConfig.static_all_moe_layers"),
     ("vllm.config", "CompilationConfig.static_forward_context"),
     ("vllm.config", "CompilationConfig.cudagraph_mode"),
+    ("vllm.config", "CompilationConfig.splitting_ops"),
     ("vllm.config", "VllmConfig.shutdown_timeout"),
     ("vllm.config", "VllmConfig.additional_config"),
     ("vllm.config", "VllmConfig.use_v2_model_runner"),
@@ -60,6 +70,7 @@ HOOKS = (
     ("vllm.config", "ParallelConfig.enable_eplb"),
 )
 _SHUTDOWN_S = 120
+OPERATION = "moe_ep_bench::moe"
 # What a request that is scheduled first gets from its scheduler: when it came, seconds since the epoch.
 _ARRIVAL = "moe_ep_bench_arrival_s"
 logger = logging.getLogger("vllm.moe_ep_bench")
@@ -71,10 +82,12 @@ class Session:
 
     asked: Settings | None = None
     routers: list[Mapping[str, Any]] = field(default_factory=list)  # by place: what vLLM's factory was told
+    runners: list[Any] = field(default_factory=list)  # by place: vLLM's, of layers between graphs
     indices: dict[int, int] = field(default_factory=dict)  # by place: which of the model's MoE layers
     layers: list[Any] = field(default_factory=list)
     step_router: Any = None
     recorder: Any = None
+    backend: Any = None
     step: Any = None  # of real requests, while they are computed
     num_routed: int = 0
 
@@ -137,21 +150,23 @@ def _hooks() -> None:
     """Wrap what vLLM calls, once a process; each wrapper asks the session whether there is anything to do."""
     from vllm.engine import arg_utils
     from vllm.model_executor.layers.fused_moe import layer as moe
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.worker.gpu_worker import Worker
 
-    define_operation()
+    define_operations()
     _wrap(NewRequestData, "from_request", _from_request)
     _wrap(arg_utils.EngineArgs, "create_engine_config", _create_engine_config)
     _wrap(moe, "create_fused_moe_router", _create_router)
+    _wrap(MoERunner, "_select_forward", _select_forward)
     _wrap(Worker, "load_model", _load_model)
     _wrap(Worker, "execute_model", _execute_model)
     _wrap(Worker, "shutdown", _shutdown)
 
 
 @functools.cache
-def define_operation() -> None:
-    """``torch.ops.moe_ep_bench.route``, which compiled code calls and does not look into."""
+def define_operations() -> None:
+    """``route`` and ``moe`` of ``torch.ops.moe_ep_bench``, which compiled code calls and does not look into."""
     import torch
 
     operation = torch.library.custom_op(
@@ -161,6 +176,14 @@ def define_operation() -> None:
         schema="(Tensor logits, Tensor weights, Tensor ids, int place) -> (Tensor, Tensor)",
     )
     operation.register_fake(lambda logits, weights, ids, place: (torch.empty_like(weights), torch.empty_like(ids)))
+    layer = torch.library.custom_op(
+        OPERATION,
+        _moe,
+        mutates_args=("hidden", "output", "shared_output"),
+        schema="(Tensor(a!) hidden, Tensor logits, Tensor? shared, Tensor? input_ids, Tensor(b!) output, "
+        "Tensor(c!)? shared_output, int place) -> ()",
+    )
+    layer.register_fake(lambda *_: None)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -182,6 +205,8 @@ def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) 
         check_config(config, _session.asked)
     except UserError as problem:
         _end(problem)
+    if graphs_of(config) == "PIECEWISE":
+        config.compilation_config.splitting_ops = [*config.compilation_config.splitting_ops, OPERATION]
     if isinstance(config.additional_config, dict):
         # A part of the key of torch.compile's cache: what was compiled without the operation must not come back.
         config.additional_config = config.additional_config | {"moe_ep_bench": _key(_session.asked)}
@@ -238,8 +263,39 @@ def _create_router(inner: Callable[..., Any], **told: Any) -> Any:
     return router
 
 
+def _select_forward(inner: Callable[..., Any], runner: Any) -> Any:
+    """How a layer is called: by ``moe``, where the model's graph is split there."""
+    import torch
+    from vllm.config import get_current_vllm_config
+
+    entry = inner(runner)
+    if OPERATION not in (get_current_vllm_config().compilation_config.splitting_ops or ()):
+        return entry
+    has_shared, place = runner.shared_experts is not None, len(_session.runners)
+    _session.runners.append(runner)
+
+    def forward(hidden: Any, logits: Any, shared: Any, input_ids: Any, name: Any, width: int) -> Any:
+        # Allocated in the graph before, as vLLM's own operation would allocate what it returns.
+        output = hidden.new_empty((*hidden.shape[:-1], width)) if width else torch.empty_like(hidden)
+        shared_output = torch.empty_like(hidden if shared is None else shared) if has_shared else None
+        torch.ops.moe_ep_bench.moe(hidden, logits, shared, input_ids, output, shared_output, place)
+        return (shared_output, output) if has_shared else output
+
+    return forward
+
+
+def _moe(hidden: Any, logits: Any, shared: Any, input_ids: Any, output: Any, shared_output: Any, place: int) -> None:
+    """The implementation of ``moe_ep_bench::moe``: vLLM's layer, its outputs where the graphs have them."""
+    result = _session.runners[place]._forward_impl(hidden, logits, shared, input_ids)
+    found = dict(zip(("shared", "routed"), result, strict=True)) if isinstance(result, tuple) else {"routed": result}
+    output.copy_(found["routed"])
+    if shared_output is not None:
+        shared_output.copy_(found["shared"])
+
+
 def _load_model(inner: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     _session.routers.clear()
+    _session.runners.clear()
     result = inner(worker, *args, **kwargs)
     try:
         _bind(worker)
@@ -255,6 +311,7 @@ def _bind(worker: Any) -> None:
     from vllm.model_executor.models.utils import extract_layer_index
 
     from moe_ep_bench.serving import step
+    from moe_ep_bench.serving.backends import backend_of
 
     session, asked, config = _session, _session.asked, worker.vllm_config
     assert asked is not None
@@ -278,15 +335,18 @@ def _bind(worker: Any) -> None:
     if asked.policy is not None:
         with naming(POLICY):
             check_policy(asked.policy, session.layers, num_ranks(config))
+        backends = [backend_of(runner, config) for runner in runners]
+        elsewhere = [backend.elsewhere for backend in backends]
         session.step_router = step.StepRouter(
-            asked.policy, session.layers, num_ranks(config), worker.device, asked.acts_in
+            asked.policy, session.layers, num_ranks(config), worker.device, asked.acts_in, elsewhere
         )
+        session.backend = "; ".join(dict.fromkeys(map(str, backends)))
         say(
-            "moe-ep-bench: serving under %s in %s, %s; a step's tokens are one batch. The kernels compute every slot: "
-            "dropping saves no time here, only fewer activated experts can; what is measured are answers",
+            "moe-ep-bench: serving under %s in %s, %s; a step's tokens are one batch. %s",
             label_of(asked.policy),
             " and ".join(asked.acts_in),
             shape,
+            session.backend,
         )
     if asked.directory is not None and worker.rank == 0:
         from moe_ep_bench.serving.recorder import Recorder
@@ -331,7 +391,7 @@ def _shutdown(inner: Callable[..., Any], worker: Any) -> Any:
     if session.recorder is not None:
         session.recorder.close()
     if session.step_router is not None:
-        logger.info("moe-ep-bench: %s", session.step_router.report())
+        logger.info("moe-ep-bench: %s; %s", session.step_router.report(), session.backend)
         if problem := session.step_router.problem():
             logger.error("moe-ep-bench: these answers are not the policy's: %s", problem)
     session.step_router = session.recorder = None

@@ -59,7 +59,7 @@ def tiny(folder: Path, family: str) -> Path:
     return path
 
 
-def engine(model: Path, how: str) -> LLM:
+def engine(model: Path, how: str, **more: Any) -> LLM:
     options: dict[str, Any] = {"enforce_eager": True}
     if how:
         options = {"compilation_config": {"cudagraph_mode": "PIECEWISE" if how == "graphs" else "NONE"}}
@@ -71,8 +71,8 @@ def engine(model: Path, how: str) -> LLM:
         skip_tokenizer_init=True,
         max_model_len=256,
         gpu_memory_utilization=0.1,
-        distributed_executor_backend="uni",
         enable_prefix_caching=False,
+        **{"distributed_executor_backend": "uni"} | more,
     )
 
 

@@ -120,6 +120,7 @@ def chosen_of(rows: pd.DataFrame) -> list[str]:
     return [pick.case_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [1.05, 1.1, 1.2])
 def test_the_pick_follows_the_rule(balanced: float, tmp_path: Path) -> None:
     """The law, for costs and speeds drawn at random, with noise that leaves some verdicts open."""
@@ -243,6 +244,7 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERS)
 def test_the_answer_begins_with_what_to_do(tmp_path: Path, name: str) -> None:
     made, changes, begin, also = ANSWERS[name]
@@ -454,6 +456,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert beyond["emulate"]["links"] == "h20-nvlink4-ndr"
 
 
+@pytest.mark.slow
 def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> None:
     def drawn(*arguments: object) -> tuple[list[int] | None, int]:
         config = yaml.safe_load(asked(*arguments).text)
@@ -588,6 +591,7 @@ def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None
     assert experiments_of(few)[0].workload.num_batches == 10, "of fewer there would be no intervals"
 
 
+@pytest.mark.slow
 def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: Path) -> None:
     olmoe = ["--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64]
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
@@ -649,6 +653,7 @@ def test_the_rest_of_a_model_is_the_slowest_ranks_and_names_the_prompts_of_all()
     assert taken_us == pytest.approx(outside_moe_us(uneven.device, uneven.model, slow, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "out"
     command = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--peak-load", "4", "--out", str(out)]
@@ -674,6 +679,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()} == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_an_answer_asks_both_overlaps_and_tells_them_apart_where_the_pick_differs(same: bool, tmp_path: Path) -> None:
     made = [
@@ -701,6 +707,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     assert "of one MoE layer" not in text
 
 
+@pytest.mark.slow
 def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text()
     config = tmp_path / "mine.yaml"
@@ -750,6 +757,7 @@ def test_the_pick_by_medians_stays_until_another_is_clearly_better() -> None:
     assert chosen(1.01, 1.00, 1.06, of=None) == "lossy"
 
 
+@pytest.mark.slow
 def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
     """Of a traffic whose peak load is 3 it lies below, for nothing is to be gained of balanced loads."""
     out = tmp_path / "out"
@@ -794,6 +802,7 @@ def test_any_two_candidates_have_a_verdict_paired_with_its_interval(tmp_path: Pa
     assert main(["advise", str(directory), "--versus", "mine"]) == USER_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "is_one"),
     [
@@ -845,6 +854,7 @@ def test_the_answer_says_which_links_are_assumed(ranks_per_node: int, is_said: b
     assert is_said or "b200-nvlink5-ndr; " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("skew", "said"),
     [
@@ -862,6 +872,7 @@ def test_a_skew_that_is_another_models_is_called_assumed(skew: dict[str, str], s
     assert said in line
 
 
+@pytest.mark.slow
 def test_factors_that_come_to_the_same_rows_say_so(tmp_path: Path) -> None:
     same = [drop(factor, 1.2, 0.125, 0.875) for factor in (1.0, 1.5)]
     rows = candidates(load(write_run(tmp_path, [comparison_of(*same, drop(2.0, 1.2, 0.0625, 0.875))])), BOUNDS)
@@ -877,6 +888,7 @@ def test_batches_that_are_replaced_are_named() -> None:
         assert not any("num_batches" in line for line in said_of(asked(*QWEN, *batches)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("second", "is_said"), [(2.4, True), (1.21, False)])
 def test_few_draws_with_wide_intervals_ask_for_more(second: float, is_said: bool, tmp_path: Path) -> None:
     made = [dataclasses.replace(one, num_batches=6) for one in of_draws(one=[eplb(1.2)], two=[eplb(second)])]

@@ -39,6 +39,7 @@ def test_every_policy_is_timed_beside_top_k(monkeypatch: pytest.MonkeyPatch, tmp
     assert any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_papers_rows_have_the_roofline_beside_a_measured_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_skews_are_those_of_the_recordings(monkeypatch: pytest.MonkeyPatch, trac
         assert shipped.keys() - named.keys() <= {"single_domain", "worst_layer"}
 
 
+@pytest.mark.slow
 @pytest.mark.seam
 def test_a_device_is_measured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core's permutation and its inverse give each token back as often as it has experts."""

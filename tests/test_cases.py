@@ -169,6 +169,7 @@ def test_speedups_over_topk_are_paired_with_it(tmp_path):
     assert rows.loc["topk", ends].isna().all(), "nothing is held against itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topk", "differs"), [(1.005, False), (1.05, True)])
 @pytest.mark.parametrize("modelled", [False, True])
 def test_the_speedup_over_topk_is_another_one_where_native_differs_from_it_beyond_the_floor(
@@ -243,6 +244,7 @@ def test_a_probe_is_taken_off_the_wait_of_every_layer_wherever_waits_are_shown(t
     assert native[same].tolist() == pytest.approx(unlike[same].tolist())
 
 
+@pytest.mark.slow
 def test_ep_groups_that_never_meet_are_reduced_by_themselves(tmp_path):
     """EP 2 on 4 ranks: the second group takes one and a half times as long, and its fullest rank is the other one."""
     one = frame_of(tmp_path / "one", **FEW)

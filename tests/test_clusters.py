@@ -49,6 +49,7 @@ def test_ours_are_within_the_tolerance_of_a_published_number_or_say_what_lacks(p
         assert found["lacks"] == row["lacks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", QUICK, ids=named)
 def test_the_table_is_what_the_program_models(place: int) -> None:
     assert clusters.ours_of(ROWS[place]) == pytest.approx(TABLE["ours"][place], rel=2e-3)

@@ -120,6 +120,7 @@ def test_a_run_against_itself_shows_no_difference_anywhere(base):
     assert statuses(change) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.05, 1 / 1.05])
 def test_a_planted_change_is_found_in_that_case_and_nowhere_else(base, tmp_path, factor):
     new = run_of(tmp_path / "new", seed=1, drop={"speedup": 1.5 / factor})
@@ -152,6 +153,7 @@ def test_a_case_that_did_not_follow_a_faster_native_fails_though_it_takes_as_lon
     assert exit_status(change) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "why", "strict"),
     [
@@ -168,6 +170,7 @@ def test_what_cannot_be_told_is_inconclusive_and_open_unless_a_loss_is_excluded(
     assert statuses(change) == (0, strict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "verdict", "outcome"), [(1.05, "no difference", "open"), (1.07, "slower", "slower")]
 )
@@ -185,6 +188,7 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
     assert "  5.7  " in row
 
 
+@pytest.mark.slow
 def test_the_whole_interval_excludes_a_loss(base, tmp_path):
     new = run_of(tmp_path / "new", noise=0.1, seed=3)
     _, cases = compared(base, new, None)
@@ -195,6 +199,7 @@ def test_the_whole_interval_excludes_a_loss(base, tmp_path):
 # ---- conditions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     old = run_of(tmp_path / "old", environment={"driver": "570.1"})
     facts, changed = {"experts": {"requested": "auto", "ran": "grouped"}}, {"driver": "580.2", "hostname": "b"}
@@ -213,6 +218,7 @@ def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
 # ---- which cases ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cases_of_one_run_only_are_rows_and_never_compared(base, tmp_path):
     settings = {"noise": 0.003, "num_iterations": 3, "kinds": ("plain",)}
     one, more = (FakeComparison(name, cases=four_cases(), **settings) for name in ("c0", "c1"))
@@ -244,6 +250,7 @@ def test_a_case_that_was_lost_or_routes_differently_is_said(base, tmp_path):
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_and_text_say_what_the_exit_status_says(base, tmp_path, capsys):
     new = run_of(tmp_path / "new", seed=1, drop={"speedup": 1.5 / 1.2})
     assert main(["compare", str(base), str(new), "--fail-over", "3%", "--json"]) == 1

@@ -191,6 +191,7 @@ def report(tmp_path_factory) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_an_h100_within_the_registers_and_shared_memory_that_there_are(report):
     assert all(report.values()), "cases that launch nothing"
     most = {"spilled_bytes": MOST_SPILLED_BYTES, "shared_bytes": MOST_SHARED_BYTES}

@@ -186,6 +186,7 @@ def test_a_wrong_model_beside_counts_is_named_as_the_models_and_models_can_be_sw
     assert [one.workload.layer for one in load_experiments(path, on_cpu=True)] == [1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ def test_a_gate_in_float32_takes_the_longer_of_its_own_figure_and_the_roofline()
     assert slow_memory.gate_us(16, 2048, 64, 2) > known.gate_us(16, 2048, 64, 2) > 0 == known.gate_us(0, 2048, 64, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h100-sxm-measured", "h200-sxm-measured"])
 def test_measured_experts_are_fitted_to_the_points_that_are_kept(name: str) -> None:
     sys.path.append(str(ROOT / "benchmarks"))

@@ -193,6 +193,7 @@ with contextlib.nullcontext() if sys.argv[1] == "plot" else nothing_drawn():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", PRINTED, ids=str)
 def test_a_printed_command_runs(line: str, folder: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, *arguments_of(line)]

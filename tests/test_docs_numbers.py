@@ -437,6 +437,7 @@ GPU_PAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", GPU_PAGES)
 def test_a_gpus_page_says_what_its_files_say(page: str) -> None:
     """Every sentence with a measured or modelled number, and every row of its tables."""

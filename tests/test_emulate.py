@@ -51,6 +51,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None:
     rows = cases_of(emulated)
     assert set(rows["mode"]) == {"emulated"}

@@ -48,6 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     cases, layers = parts(finished, "cases"), phases_of(finished)
     assert set(cases["mode"]) == {"emulated"}

@@ -133,6 +133,7 @@ def test_a_copy_crosses_to_a_node_once_and_is_handed_on_there(num_ranks: int, si
         assert (routed_RR == copies_RR).all(), "on one node nothing is handed on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_modelled_copies_do_not_fall_with_pairs(ranks: int, tmp_path: Path) -> None:
     """Behind built-in links too a cut of three in eight pairs spares few copies, and the answer says what is sent."""
@@ -192,6 +193,7 @@ def test_all_exchanges_of_the_package_are_known() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", every_exchange())
 def test_every_row_is_met_under_uniform_routing(named: str) -> None:
     """To 1 %: the fastest row of each size, at the copies that uniform routing of the row's shape has."""

@@ -157,6 +157,7 @@ def test_all_kernels_of_the_package_are_known() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_device())
 def test_every_row_by_which_a_table_stands_is_met(name: str) -> None:
     """To 1 %, at the row's loads and as many tokens as it handed the kernels."""
@@ -174,6 +175,7 @@ def test_every_row_by_which_a_table_stands_is_met(name: str) -> None:
                 assert found == pytest.approx(row.us, rel=0.01), (dtype, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "median", "most"),
     [

@@ -164,6 +164,7 @@ def variants(stated: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"another {key}", {**stated, key: not value if isinstance(value, bool) else 2 * value}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_is_missing_or_changed_means_what_it_means_to_the_familys_class(family: str, tmp_path: Path) -> None:
     stated, kind = config_of(family).to_dict(), CONFIG_MAPPING[family]
@@ -187,6 +188,7 @@ def test_a_key_that_is_missing_or_changed_means_what_it_means_to_the_familys_cla
     assert num_held > 5
 
 
+@pytest.mark.slow
 def test_every_class_of_transformers_with_experts_is_understood_or_refused_with_the_way_on(tmp_path: Path) -> None:
     understood, refused = [], []
     for family, kind in CONFIG_MAPPING.items():

@@ -133,6 +133,7 @@ LOST_CASES = {
 }
 
 
+@pytest.mark.slow
 def test_lost_cases_and_numbers_that_are_none_become_rows_with_reasons_and_others_are_measured(tmp_path: Path) -> None:
     """In the check before timing, while timed, or after it: killed, out of memory, hanging for an hour, or wrong."""
     policies = [
@@ -165,6 +166,7 @@ def test_lost_cases_and_numbers_that_are_none_become_rows_with_reasons_and_other
     assert hidden_files(out) == []
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_restart(tmp_path: Path) -> None:
     policies = [
         {"name": "topk"},
@@ -190,6 +192,7 @@ def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_
     }
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_fit_is_a_row_of_every_case_after_two_starts(tmp_path: Path) -> None:
     """Native's first run is where memory runs out, between two collectives."""
     settings = {"measure__timeout_s": 30, "policies": [{"name": "topk"}, {"name": "pruned", "k0": 4}]}
@@ -200,6 +203,7 @@ def test_a_size_that_does_not_fit_is_a_row_of_every_case_after_two_starts(tmp_pa
     assert len(statuses(tmp_path / "out")) == 5
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_disk: Path, tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **SMALL, sweep={"workload.seed": [0, 1, 2]}), small_disk / "out"
     done = run_alone(config, out)
@@ -227,6 +231,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_runs(smal
         RunDirectory(small_disk / "out").check_agreement({})
 
 
+@pytest.mark.slow
 def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **SMALL), tmp_path / "out"
     done = run_alone(config, out, "-X", "utf8")  # The only process of this file that is not forked.
@@ -247,6 +252,7 @@ def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
     assert hidden_files(out) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["asked to end", "torchrun is killed", "one rank alone is asked to end"])
 def test_ranks_end_with_torchrun_and_begin_again_without_one_of_them_and_no_case_is_blamed(
     fault: str, tmp_path: Path
@@ -280,6 +286,7 @@ def check_nobody_is_blamed(out: Path) -> None:
     assert [path.read_text() for path in (out / "attempts").iterdir()] == []
 
 
+@pytest.mark.slow
 def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_ctrl_c_ends_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with started(write_config(tmp_path, **ENDLESS), out) as job:
@@ -321,6 +328,7 @@ def test_ranks_that_are_unlike_refuse_together(unlike: str, tmp_path: Path) -> N
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     soak = Path(__file__).parents[1] / "benchmarks" / "soak.py"
     command = [sys.executable, str(soak), "--cases", "40", "--out", str(tmp_path / "out")]

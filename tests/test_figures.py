@@ -100,6 +100,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 # ---- a figure is data ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replication_stands_beside_policies(store: Store) -> None:
     for name in ("speedup", "pareto"):
         assert "replication" in set(drawn(name, store).rows["role"]), name
@@ -166,6 +167,7 @@ def test_all_variants_of_a_users_policy_are_drawn(tmp_path: Path) -> None:
 RECORDED = {"workload": {"kind": "recorded", "description": "a trace", "tail_model": "geometric"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "facts", "how", "scores"),
     [
@@ -210,6 +212,7 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)
 
 
+@pytest.mark.slow
 def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store) -> None:
     for name in FIGURES:
         if (drawing := drawn(name, long_names)) is not None:
@@ -226,6 +229,7 @@ def overlapping(axis) -> list[tuple[str, str]]:
     return [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)]
 
 
+@pytest.mark.slow
 def test_long_names_of_policies_keep_their_parts_and_lie_upon_none(tmp_path: Path) -> None:
     names = ["my_very_long_policy_name_for_experts", "SharedExpertsByMyOwnWaterFillingRule", "oea"]
     own = [FakeCase(name, params={"budget": k}, mass=0.9, dropped=0.1) for name in names for k in (1, 2, 3)]
@@ -263,6 +267,7 @@ def test_a_text_breaks_between_words_or_parts_of_a_name_and_never_before_its_uni
 # ---- axes, legends -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_panels_of_a_facet_show_a_case_at_one_place(tmp_path: Path) -> None:
     """Though some have no value in one of them: side by side a row is one policy, under one another a column."""
     few = {"num_batches": 2, "num_iterations": 1}
@@ -320,6 +325,7 @@ def test_ranks_have_whole_ticks_and_shares_none_below_zero(tmp_path: Path) -> No
     assert min(tick for tick in dropped.get_xticks() if low <= tick <= high) == 0
 
 
+@pytest.mark.slow
 def test_times_of_points_begin_where_points_do_and_of_bars_at_zero(store: Store, tmp_path: Path) -> None:
     def limits_of(figure) -> tuple[float, float]:
         with house_style():
@@ -341,6 +347,7 @@ def test_times_of_points_begin_where_points_do_and_of_bars_at_zero(store: Store,
         assert drawn(name, store).figure.axes[0].get_xlim()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_policy_has_one_colour_and_marker_in_every_figure_of_a_directory(tmp_path: Path) -> None:
     own = [
         FakeCase(f"mine_{n}", params={"capacity_factor": g}, mass=0.9, dropped=g / 20)
@@ -366,6 +373,7 @@ def test_a_policy_has_one_colour_and_marker_in_every_figure_of_a_directory(tmp_p
 # ---- lines, panels --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> None:
     layer = [*native(), FakeCase("topk"), drop(1.0, 1.3), drop(2.0, 1.1)]
     runs = [
@@ -395,6 +403,7 @@ def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_c
     assert legend(drawn("load", run).figure) == [f"token_drop, {GAMMA} 1", named, "native"]
 
 
+@pytest.mark.slow
 def test_of_a_long_sweep_some_points_are_drawn_and_the_csv_has_all(tmp_path: Path) -> None:
     comparisons = [
         FakeComparison(f"c{n}", {"title": f"Tiny {n}"}, [*native(), drop(1.0, 1.5)], num_batches=1, num_iterations=1)
@@ -433,6 +442,7 @@ def test_the_first_load_is_the_tables_fullest_expert_and_rank(tmp_path: Path, fa
 # ---- many lines ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["load", "dropped"])
 def test_no_policy_vanishes_while_another_has_two_lines(tmp_path: Path, name: str) -> None:
     many = [FakeCase("laser", params={"c": c}, dropped=c / 100) for c in range(6, 18)]
@@ -493,6 +503,7 @@ def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Sto
     assert "25.0 % dropped, 80.0 % kept" in drawing.figure.axes[0].get_title("left").replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_ranks_are_shown_under_what_advise_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases_ = [*native(), drop(1.0, 1.5), FakeCase("oea", params={"k0": 2}, speedup=1.1, dropped=0.0), eplb(1)]
     run = tmp_path / "run"

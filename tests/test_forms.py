@@ -165,6 +165,7 @@ def drawn(number: int, device: str) -> tuple[Tensor, Arguments]:
     return (coarse(scores_TE) if device == "cuda" else scores_TE), options
 
 
+@pytest.mark.slow
 @every_form
 @pytest.mark.parametrize("number", range(len(SPECS)), ids=lambda number: label_of(make_policy(SPECS[number])))
 def test_every_policy_routes_like_torch(number: int, form: Form) -> None:
@@ -211,6 +212,7 @@ MANY_TOKENS: dict[str, Tensor] = {
 }
 
 
+@pytest.mark.slow
 @on_host
 @pytest.mark.parametrize("spec", [*EVERY_RULE, *MORE_RULES], ids=str)
 def test_few_tokens_of_every_kind_are_routed_like_torch(spec: Spec, form: Form) -> None:
@@ -219,6 +221,7 @@ def test_few_tokens_of_every_kind_are_routed_like_torch(spec: Spec, form: Form) 
         assert_routes_like_torch(form, spec, scores_TE, **{"top_k": 4, "num_ranks": 4, **requests, **options})
 
 
+@pytest.mark.slow
 @on_host
 @pytest.mark.parametrize("spec", [TOKEN_DROP, EXPANDED_DROP, {**TOKEN_DROP, "granularity": "device"}], ids=str)
 @pytest.mark.parametrize("kind", MANY_TOKENS)
@@ -306,6 +309,7 @@ def test_a_capacity_of_valid_tokens_is_the_exact_decimal_one(gamma: float, form:
 # --- Launches ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape", "expected"),
     [
@@ -369,6 +373,7 @@ def test_a_policy_of_one_s_own_needs_nothing_but_its_route() -> None:
     assert [form_of(policy, device).runs(5, 8) for device in ("cpu", "cuda")] == ["torch"] * 2
 
 
+@pytest.mark.slow
 def test_neither_numba_nor_triton_is_imported_before_it_is_chosen() -> None:
     code = """
 import sys, torch

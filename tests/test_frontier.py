@@ -135,6 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(folder: Path) -> None:
     routed, emulated = (
         cases.cases(cases.load(folder / command)).set_index("label") for command in ("route", "emulate")

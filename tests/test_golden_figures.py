@@ -11,6 +11,7 @@ import pytest
 from test_goldens import REFERENCES, assert_unmoved, fresh_reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFERENCES)
 def test_figures_show_what_was_frozen(name: str, tmp_path: Path) -> None:
     assert_unmoved(name, fresh_reference(name, tmp_path))

@@ -319,6 +319,7 @@ def assert_unmoved(name: str, fresh: dict[str, pd.DataFrame], rtol: float = RTOL
 # ---- The tests ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers_are_as_frozen(name: str, tmp_path: Path) -> None:
     golden = RUNS[name]

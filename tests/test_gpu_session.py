@@ -87,6 +87,7 @@ def session(tmp_path: Path) -> Session:
     return Session(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session) -> None:
     (session.folder / "fails").write_text("benchmarks/device.py")
     status, printed, steps = session.run()
@@ -103,6 +104,7 @@ def test_the_same_command_repeats_what_failed_and_nothing_else(session: Session)
     assert session.run()[::2] == (0, 0)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_every_step_is_a_command_with_a_config_that_holds_there(session: Session) -> None:
     """None may fail by its options in the minutes that a GPU is there; what is printed ends with how steps went."""
     status, printed, _ = session.run(rehearse=False)
@@ -120,6 +122,7 @@ def test_on_a_gpu_every_step_is_a_command_with_a_config_that_holds_there(session
 MOST_OF_MEMORY = 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory_mib", "paper_size"), [(81_559, 131_072), (143_771, 262_144), (196_608, 524_288)])
 def test_every_step_fits_the_memory_of_the_gpu_that_is_there(
     memory_mib: int, paper_size: int, session: Session

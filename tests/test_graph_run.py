@@ -86,6 +86,7 @@ def taped(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_cannot_be(scope: str, taped) -> None:
     run, found = taped(scope), {}

@@ -97,6 +97,7 @@ INSIDE = {
 SCALED = {"gemma4_text"}  # by expert, as no policy is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({*test_families.FAMILIES, *FAMILIES} - INSIDE - SCALED))
 def test_every_family_whose_config_is_read_is_routed_as_its_own_router_routes(family: str) -> None:
     model, ids_BS = tiny(family) if family in FAMILIES else of_family(family), tokens(3, 16)

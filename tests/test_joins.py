@@ -112,6 +112,7 @@ def test_directories_that_are_left_out_of_pairs_are_like_one_that_is_not() -> No
         assert kind_of(REFERENCE / name) == kind_of(REFERENCE / other), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", PAIRED, ids=lambda path: str(path.relative_to(REFERENCE)))
 def test_every_two_directories_stand_beside_each_other_in_every_format(first: Path, tmp_path: Path) -> None:
     place = PAIRED.index(first)

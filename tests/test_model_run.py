@@ -79,6 +79,7 @@ def closed_totals(out: Path, **tolerance: float) -> pd.Series:
     return totals
 
 
+@pytest.mark.slow
 def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     cases, layers = parts(finished, "cases"), phases_of(finished)
     assert list(cases.columns) == SAMPLES_SCHEMA.names

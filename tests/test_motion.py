@@ -121,6 +121,7 @@ def test_what_cannot_move_is_one_line(tmp_path: Path, capsys, changes: dict[str,
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_say_what_moves_and_how_much(tmp_path: Path) -> None:
     config = write_config(tmp_path, workload__motion="hotspot", workload__motion_batches=2, layer__ep_size=4)
     assert load_experiments(config, (), on_cpu=True)[0].workload.motion == "hotspot"
@@ -134,6 +135,7 @@ def test_results_say_what_moves_and_how_much(tmp_path: Path) -> None:
     assert CONFIG["workload"]["num_batches"] == 3
 
 
+@pytest.mark.slow
 def test_a_plan_is_stale_in_the_batch_in_which_the_hotspot_moves(tmp_path: Path) -> None:
     """Planned anew in every batch for the one before it, replicas fit all batches but the first of a turn."""
     plan = {"spare_per_rank": 2, "window": 1, "every": 1}

@@ -183,6 +183,7 @@ def test_advise_models_all_where_the_package_is_not_installed(monkeypatch: pytes
     )
 
 
+@pytest.mark.slow
 @needs_package
 def test_deepseek_v3_on_four_nodes_of_h200_is_answered_from_tables(tmp_path: Path, capsys: Any) -> None:
     """FP8, as its config.json says, behind DeepEP: the first lines, and the facts that they are made of."""

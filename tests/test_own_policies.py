@@ -60,6 +60,7 @@ def cases_of(out: Path) -> dict[str, dict]:
     return {key: case for key, case in described["cases"].items() if case["policy"] == "leave_busiest"}
 
 
+@pytest.mark.slow
 def test_route_and_modelled_emulation_take_it_and_an_edit_makes_another_case(folder: Path) -> None:
     assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "routed")]) == OK
     modelled = ["--set", "emulate.device=h100-sxm", "--set", "emulate.links=h100-nvlink4"]
@@ -77,6 +78,7 @@ def test_route_and_modelled_emulation_take_it_and_an_edit_makes_another_case(fol
     assert source_hash(policy_class("topk")) is None
 
 
+@pytest.mark.slow
 def test_every_rank_and_quality_take_it(folder: Path) -> None:
     paths = f"{folder}/tiny.yaml", "--out", f"{folder}/ran"
     command = [sys.executable, "-m", "moe_ep_bench", "run", *paths, "--nproc", "2"]
@@ -144,6 +146,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_each_law_can_be_broken(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after, message = BREAKS[name]

@@ -171,6 +171,7 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
     assert "Modelled (nothing was run): 2 ranks, modelled by devices/h100-sxm, links h100-nvlink4;" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "key"),
     [

@@ -188,6 +188,7 @@ def test_a_missing_number_has_the_reason_of_the_case_that_failed(tmp_path: Path)
     assert rows["unmeasured"][1] == "topk: oom: too big"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [1.0, 0.8])
 def test_ours_stands_beside_the_speedup_over_topk_where_native_differs_from_it(tmp_path: Path, topk: float) -> None:
     listed = [dataclasses.replace(one, speedup=topk) if one.policy == "topk" else one for one in standard_cases()]
@@ -269,6 +270,7 @@ def compared(finished: Path) -> Store:
     return load_claims(finished)
 
 
+@pytest.mark.slow
 def test_every_claim_stands_beside_ours_under_each_traffic(compared: Store) -> None:
     assert len(measured(compared)) == len(claims(compared))
     rows = claims(compared).groupby(["number", "source", "policy"])["traffic"].agg(list).reset_index()
@@ -327,6 +329,7 @@ def test_the_files_hold_every_number(compared: Store, finished: Path) -> None:
     assert rows["difference"][0] == pytest.approx(rows["ours"][0] - 1.2)
 
 
+@pytest.mark.slow
 def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Store) -> None:
     long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
     with house_style():
@@ -359,6 +362,7 @@ def test_a_directory_without_claims_or_with_damaged_ones_is_named(tmp_path: Path
         load_claims(tmp_path)
 
 
+@pytest.mark.slow
 def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path) -> None:
     small = {
         "model": {"preset": "mixtral-8x7b", "scale": 1 / 64},

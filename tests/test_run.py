@@ -101,6 +101,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_every_case_has_rows_for_every_rank_batch_iteration_and_phase(finished: Path) -> None:
     rows = cases_of(finished)
     assert list(rows.columns) == SAMPLES_SCHEMA.names
@@ -159,6 +160,7 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
         assert rank["peak_memory_bytes"] > 2**20
 
 
+@pytest.mark.slow
 def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(tmp_path: Path) -> None:
     small = {"workload__num_batches": 1, "workload__num_tokens": 192, "measure__iterations": 1}
     policies = [{"name": "token_drop", "capacity_factor": 1.0}]
@@ -198,6 +200,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> None:
     config, port = write_config(tmp_path), free_port()
     jobs = []
@@ -250,6 +253,7 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     assert "GiB of activations a rank" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ranks_get_the_tokens_that_they_were_given_on_every_backend(tmp_path: Path) -> None:
     """Ragged ranks, one of them without tokens: the same routing where ranks are real, emulated and only routed."""
     given = {"workload__num_tokens": None, "workload__tokens_of_ranks": [70, 0], "workload__num_batches": 1}

@@ -228,6 +228,7 @@ def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, argumen
     assert snapshot(desk) == before
 
 
+@pytest.mark.slow
 def test_a_folder_of_wheels_installs_without_network_beside_the_containers_torch(environment, container):
     expected = PINS | CONTAINER
     assert versions_in(environment, expected) == expected
@@ -251,6 +252,7 @@ def expected_torch(build):
     return f"{PINS['torch']}+{build}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "build"), [([], "cu130"), (["--cuda12"], "cu126")])
 def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, clone, offline, tmp_path):
     plain, environment = make_plain(tmp_path / "python"), tmp_path / "environment"
@@ -342,6 +344,7 @@ MADE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made_with", "asked", "is_taken"), MADE)
 def test_an_environment_of_another_kind_is_made_anew(desk, made_with, asked, is_taken, tmp_path):
     clone, environment = desk / "clone", tmp_path / "environment"

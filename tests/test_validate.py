@@ -125,6 +125,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_speedups_are_judged_where_the_runs_are_comparable(name: str, tmp_path: Path) -> None:
     changes, expected, words = DIFFERENCES[name]
@@ -135,6 +136,7 @@ def test_speedups_are_judged_where_the_runs_are_comparable(name: str, tmp_path: 
     assert (OTHERWISE in text) == OTHERWISE.startswith(words[:10])
 
 
+@pytest.mark.slow
 def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
     root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9)})
     text = change_text(compare_ranks(root))
@@ -148,6 +150,7 @@ def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
     assert compare_ranks(root).answer[0].startswith("2 of 2 speedups are equivalent within 15 %")
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, shown = ValidationDirectory(own), write_validation(own)
     assert main(["show", str(own)]) == OK
@@ -162,6 +165,7 @@ def test_a_directory_that_lacks_something_is_one_line(own: Path) -> None:
         compare_ranks(own)
 
 
+@pytest.mark.slow
 def test_passes_are_judged_and_their_moe_layers_by_themselves_whose_error_a_pass_dilutes(tmp_path: Path) -> None:
     line = compare_ranks(built_models(tmp_path / "alike")).answer[0]
     assert line.startswith("3 of 3 speedups are equivalent within 3 %")
@@ -213,6 +217,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment(), check=False)
 
 
+@pytest.mark.slow
 def test_real_and_emulated_ranks_route_alike_and_are_measured_and_compared(tmp_path: Path) -> None:
     few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__warmup": 1}
     policies = [{"name": "topk"}, {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"}]

@@ -161,6 +161,42 @@ policies: [{{name: token_drop, capacity_factor: 1.0}}]
         assert len(np.unique(ids_TK)) == (np.asarray(load_E) > 0).sum(), "no expert is read that no token holds"
 
 
+def test_two_ranks_route_a_steps_tokens_once_and_a_drop_elsewhere_is_no_row(tmp_path: Path) -> None:
+    """Expert parallelism in vLLM's own workers, with a slow form of the kernels that skip other ranks' experts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = str(free.getsockname()[1])
+    command, children = [sys.executable, TESTS / "run_vllm_ranks.py", tmp_path], []
+    try:
+        for rank in "01":
+            environment = {**ENVIRONMENT, **variables, "RANK": rank, "LOCAL_RANK": rank}
+            with (tmp_path / f"log{rank}").open("wb") as log:
+                children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for child in children:
+            assert child.wait(timeout=400) == 0, (tmp_path / "log0").read_text()[-5000:]
+    finally:
+        for child in children:
+            child.kill()
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in "01")
+    assert first["topk"]["answers"] == first["own"]["answers"]
+    for case in ("topk", "repeated", "elsewhere"):
+        assert first[case]["num_ranks"] == 2
+        assert {name: first[case][name] for name in ("answers", "counts")} == {
+            name: second[case][name] for name in ("answers", "counts")
+        }
+    assert open_trace(tmp_path / "elsewhere" / "prefill.safetensors").num_tokens == 211, "of rank 0 alone"
+    counts = pd.DataFrame(first["repeated"]["counts"], columns=COUNTS)
+    assert counts["tokens"].tolist() == [211, 211]
+    assert counts["dropped"].min() > 0
+    rows = {case: first[case]["rows"] + second[case]["rows"] for case in first}
+    assert rows["topk"] == rows["own"] == rows["repeated"] == 2 * 4 * (211 + 28)
+    assert rows["elsewhere"] == rows["repeated"] - counts["dropped"].sum()
+    assert first["elsewhere"]["answers"] == first["repeated"]["answers"]
+    assert "computes every slot" in first["repeated"]["backend"]
+    assert "skips the rows of dropped pairs" in first["elsewhere"]["backend"]
+
+
 # ---- vLLM's own rules, without an engine -----------------------------------------------------------------------------
 
 

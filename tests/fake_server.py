@@ -85,13 +85,18 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             if options.refuses:
                 self.answer(400, {"error": {"message": "prompt too long"}})
                 return
+            pieces = asked["max_tokens"] if not options.breaks_off else 2
+            # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
+            prompt = asked["prompt"] if isinstance(asked["prompt"], str) else asked["prompt"][0]
+            size = len(prompt)
+            turns = policy == "token_drop" and size % 2 == 0
+            if not asked.get("stream"):
+                words = [f" {size + place + (turns and place >= 2)}" for place in range(pieces)]
+                self.answer(200, {"choices": [{"index": 0, "text": "".join(words)}]})
+                return
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            pieces = asked["max_tokens"] if not options.breaks_off else 2
-            # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
-            size = len(asked["prompt"])
-            turns = policy == "token_drop" and size % 2 == 0
             self.events({"choices": [{"text": ""}]})  # of no token
             held: list[Any] = []
             for place in range(pieces):
@@ -107,7 +112,7 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 self.close_connection = True
                 return
             if not options.bare:
-                usage = {"prompt_tokens": len(asked["prompt"].split()), "completion_tokens": pieces}
+                usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": pieces}
                 self.events({"choices": [], "usage": usage})
             self.chunk(b"data: [DONE]\n\n")
             self.chunk(b"")

@@ -16,6 +16,8 @@ import pytest
 import torch
 import yaml
 from test_quality import parts
+from test_serve import CONFIG as SERVE
+from test_serve import FAKE
 
 from moe_ep_bench.analysis.answer_costs import tasks
 from moe_ep_bench.analysis.store import load
@@ -396,3 +398,47 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     assert (scores["dropped_share"][scores["policy"] == "native"] == 0).all()
     assert (scores["dropped_share"][scores["policy"] != "native"] > 0).all()
     assert "the first 4 questions of each task only" in capsys.readouterr().out
+
+
+COUNTED = """task: counted
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{q | length}}}} {{{{q | length + 1}}}} {{{{q | length + 2}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 3, do_sample: false}}
+filter_list:
+  - {{name: numbers, filter: [{{function: regex, regex_pattern: "(\\\\d+ \\\\d+ \\\\d+)"}}, {{function: take_first}}]}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_servers_are_asked_tasks_after_their_rounds(
+    package: Any, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fake server counts up from the length of a prompt; under ``token_drop`` its answers to even ones turn."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "counted.yaml").write_text(COUNTED.format(data=folder / "tasks" / "questions.jsonl"))
+    content = {**SERVE, "policies": [DROP], "tasks": [{"name": "counted"}], "include": "own", "limit": 10}
+    content["serve"] = {**SERVE["serve"], "command": FAKE, "model": str(folder / "tiny-olmoe")}
+    content["serve"] |= {"rounds": 2, "starts": 2, "alone": 0}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(content))
+    assert main(["serve", str(tmp_path / "serve.yaml"), "--out", str(tmp_path / "out")]) == OK
+    scores = tasks(load(tmp_path / "out")).set_index("label")
+    odd = sum(len(question["q"]) % 2 for question in QUESTIONS[:10]) / 10
+    assert 0 < odd < 1
+    assert scores["task"].unique().tolist() == ["counted"]
+    assert scores["num_samples"].eq(10).all()
+    assert scores["value"].to_dict() == pytest.approx(
+        {"native": 1, "native again": 1, label_of(make_policy(DROP)): odd}
+    )
+    assert scores.at[label_of(make_policy(DROP)), "added"] == pytest.approx(odd - 1)
+    assert scores.at["native again", "added"] == 0
+    assert main(["show", str(tmp_path / "out")]) == OK
+    shown = capsys.readouterr().out
+    assert "counted" in shown
+    assert "asked of live servers" in " ".join(shown.split())

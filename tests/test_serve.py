@@ -33,6 +33,7 @@ from moe_ep_bench.analysis.store import load
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.quality.tasks import task_manager
 from moe_ep_bench.serving import POLICY, RECORD, server
 from moe_ep_bench.serving.client import Answer, Client
 from moe_ep_bench.serving.config import PromptsConfig
@@ -476,6 +477,17 @@ def test_mistakes_are_one_line(
     assert serve(config_in(tmp_path), "--set", override) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
+    assert noted(tmp_path, "start") == []
+
+
+def test_tasks_without_the_harness_are_refused_by_the_extras_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    task_manager.cache_clear()
+    assert serve(config_in(tmp_path), "--set", 'tasks=[{"name": "arc_easy"}]') == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in line
     assert noted(tmp_path, "start") == []
 
 

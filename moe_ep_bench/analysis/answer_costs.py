@@ -38,6 +38,7 @@ _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "settings"
 _GROUP = ["title", "group", "comparison", "checkpoints"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
 _ROUTED = [*LOST, "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
+_OF_TASK = ["dropped_share", "rerouted_share", "retained_mass_topk"]
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
@@ -213,6 +214,7 @@ def task_scores(answers: Answers) -> pd.DataFrame:
     scores = scores.merge(natives, on=number, how="left", suffixes=("", "_native"))
     whole, questions = scores[scores["item"].isna()], scores[scores["item"].notna()]
     routing = whole[whole["filter"].isna()].pivot(index="case_id", columns="metric", values="value")
+    routing = routing.reindex(columns=[*dict.fromkeys([*routing, *_OF_TASK])])  # a server tells none
     rows = whole.loc[whole["filter"].notna() & whole["is_asked"].eq(True), ["case_id", *_SCORE, "value_native"]]
     rows = cases.join(rows.set_index("case_id"), how="inner").rename_axis("case_id").reset_index()
     rows = rows.assign(

@@ -74,7 +74,7 @@ KINDS = {
     REHEARSAL: Kind(TimedFacts, (REHEARSAL, "routing", "frontier")),
     "route": Kind(RoutedFacts, ("routing", "frontier")),
     "quality": Kind(JudgedFacts, ("quality", "quality_routing")),
-    "serve": Kind(ServedFacts, ("requests",), is_timed=True),
+    "serve": Kind(ServedFacts, ("requests", "quality"), is_timed=True),
 }
 _ALL_TABLES = [*dict.fromkeys(table for kind in KINDS.values() for table in kind.tables)]
 

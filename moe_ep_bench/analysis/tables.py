@@ -186,10 +186,16 @@ def _claim_notes(_: Store, rows: pd.DataFrame) -> list[str]:
 
 def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
     facts = _about(store, rows)
-    lines = [
+    errors = (
         "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
-        "number is their mean; that requests of a batch share their routing is not in them",
-        f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
+        "number is their mean; that requests of a batch share their routing is not in them"
+    )
+    served = "asked of live servers; unpatched: native's; what was dropped is in the servers' logs"
+    lines = [
+        errors,
+        served
+        if "batch_size" not in facts
+        else f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
         "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
     ]
     limit = facts["limit"]

@@ -455,6 +455,7 @@ class ServedFacts(JsonRecord):
         prompts: their file; None = random words, ``num_words`` of each.
         concurrency: requests in flight; None = ``rate`` a second.
         url: of a server that was running; None = each case had its own.
+        task: names of tasks that the harness asked; ``limit``, of questions of each.
     """
 
     title: str
@@ -471,6 +472,8 @@ class ServedFacts(JsonRecord):
     prompts: str | None = None
     num_words: Count
     max_tokens: Count
+    task: str | None = None
+    limit: int | None = None
     num_ranks: Count = 1
 
 

@@ -74,6 +74,13 @@ def task_manager(include: Path | None) -> Any:
     return importlib.import_module("lm_eval.tasks").TaskManager(include_path=include and str(include))
 
 
+def check_task(name: str, include: Path | None) -> None:
+    """Raise ValueError where there is no such task, or the harness is not installed."""
+    if name not in task_manager(include).all_tasks:
+        there = "a task of lm_eval (`lm_eval ls tasks`) or of include"
+        raise UserError(f"tasks: expected {there}, got {brief(name)}")
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """A task at one number of shots; see ``session.QualityComparison.evaluated``."""
@@ -102,9 +109,7 @@ class Task:
 
     def check(self) -> None:
         """Raise ValueError where there is no such task, or the harness is not installed."""
-        if self.config.name not in task_manager(self.experiment.include).all_tasks:
-            there = "a task of lm_eval (`lm_eval ls tasks`) or of include"
-            raise UserError(f"tasks: expected {there}, got {brief(self.config.name)}")
+        check_task(self.config.name, self.experiment.include)
 
     def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
         """A function that runs the task under a case; ``model`` has its weights and is unpatched."""
@@ -183,6 +188,31 @@ def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int)
                 return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     return RoutedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def served_lm(url: str, name: str, tokenizer: str, in_flight: int) -> Any:
+    """A server's model as the harness takes it, by OpenAI's completions.
+
+    Args:
+        url: without ``/v1``.
+        name: under which the server has it; ``tokenizer``, folder or name on the hub.
+
+    Raises:
+        ValueError: the harness, what it needs of others, or the tokenizer is not there.
+    """
+    import_harness()
+    try:
+        module = importlib.import_module("lm_eval.models.openai_completions")
+        return module.LocalCompletionsAPI(
+            model=name,
+            base_url=f"{url}/v1/completions",
+            tokenizer=tokenizer,
+            tokenized_requests=False,
+            num_concurrent=in_flight,
+            max_retries=1,
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise UserError(f"tasks: serve.model: the harness cannot ask {brief(tokenizer)}: {brief(error)}") from None
 
 
 def score_continuations(

@@ -7,7 +7,8 @@ all servers alive and interleaves rounds. ``in_turn``, for what fits the memory 
 before the next one starts: pairs then stand minutes apart, and several ``starts`` show what that changes.
 
 After the rounds, each server gets a few prompts one at a time. Answers that were computed alone can be equal to the
-bit; those of a busy server are rounded by what shared their steps.
+bit; those of a busy server are rounded by what shared their steps. Then the lm-evaluation-harness asks its tasks, where
+the config has some, in the first start alone.
 
 A server that does not start, dies or fails a request has a row with its reason in place of its answers.
 """
@@ -39,6 +40,7 @@ from moe_ep_bench.facts import CaseFacts, ServedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import make_policy
+from moe_ep_bench.quality.tasks import check_task, harness_version, run_task, served_lm, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import ALONE, LOAD
 from moe_ep_bench.serving import LIMIT, RECORD
@@ -90,7 +92,17 @@ class ServedComparison:
             **prompts.model_dump(include={"max_tokens", "ignore_eos", "logprobs"}),
             **of_load,
             "acts_in": serve.acts_in,
+            **self.of_tasks,
         }
+
+    @property
+    def of_tasks(self) -> dict[str, Any]:
+        """What the harness asks; empty where there are no tasks."""
+        experiment = self.experiment
+        if not experiment.tasks:
+            return {}
+        own = experiment.include and experiment.include.name
+        return {"tasks": [one.model_dump() for one in experiment.tasks], "limit": experiment.limit, "own": own}
 
     @cached_property
     def comparison_id(self) -> str:
@@ -129,6 +141,8 @@ class ServedComparison:
             num_batches=serve.rounds,
             num_starts=serve.starts,
             prompts=of_file,
+            task=", ".join(task.name for task in self.experiment.tasks) or None,
+            limit=self.experiment.limit,
             **serve.model_dump(include={"servers", "requests", "alone", "concurrency", "rate", "url"}),
             **prompts.model_dump(include={"max_tokens", "num_words"}),
         )
@@ -176,11 +190,16 @@ def run_serve(
             for case in comparison.cases:
                 print(f"  {case.case_id}  {case.role:8}  {case.label}")
         return OK
+    with naming(str(config)):
+        for experiment in (comparison.experiment for comparison in comparisons):
+            for task in experiment.tasks:
+                check_task(task.name, experiment.include)
     directory, serve = RunDirectory(out), comparisons[0].experiment.serve
     environment = provenance.describe(torch.device("cpu")) | {
         **provenance.describe_gpus(),
         "command": serve.command if serve.url is None else None,
         "url": serve.url,
+        **({"lm_eval": harness_version()} if any(one.experiment.tasks for one in comparisons) else {}),
     }
     if gpus := environment.get("gpus"):
         environment["device_name"] = gpus[0]["name"]
@@ -191,6 +210,10 @@ def run_serve(
     def ask(run_id: str, comparison: ServedComparison, cases: Sequence[CaseSpec], start: int) -> None:
         found = _asked(comparison, cases, start, out / "servers")
         rows = [identity(run_id, comparison, one.case) | one.columns for one in found]
+        for one in found:  # before its requests, which make a case done
+            if one.scores and one.lost is None:
+                scores = identity(run_id, comparison, one.case) | as_columns(one.scores)
+                directory.write("quality", comparison.comparison_id, [scores], replaces=[one.case.case_id])
         directory.write("requests", comparison.comparison_id, rows, start)
 
     conditions = {key: environment[key] for key in ("device_name", "command", "url")}
@@ -218,6 +241,8 @@ class _Contestant:
     server: Server | Running
     client: Client | None = None
     rows: list[Row] = field(default_factory=list)
+    scores: list[Row] = field(default_factory=list)
+    name: str = ""
     lost: tuple[str, str] | None = None
 
     @property
@@ -231,14 +256,14 @@ class _Contestant:
         """Start the server, and warm it up by a round that nobody counts."""
         serve, prompts = self.comparison.experiment.serve, self.comparison.experiment.prompts
         try:
-            name = self.server.start()
+            self.name = self.server.start()
         except ServerError as lost:
             self.lost = lost.status, lost.reason
             self._say()
             return
         more = {"ignore_eos": True} if prompts.ignore_eos else {}
         more |= {"logprobs": 1} if prompts.logprobs else {}
-        self.client = Client(self.server.url, name, serve.request_s, max_tokens=prompts.max_tokens, **more)
+        self.client = Client(self.server.url, self.name, serve.request_s, max_tokens=prompts.max_tokens, **more)
         self._send("the warm-up", random_prompts(prompts, serve.requests, warm_up=True), self._load(0))
 
     def _load(self, number: int) -> dict[str, Any]:
@@ -258,6 +283,19 @@ class _Contestant:
         first = serve.rounds * serve.requests
         for place, prompt in enumerate(self.comparison.prompts[first:]):
             self._keep(self._send("a request alone", [prompt], {"concurrency": 1}), first + place, kind=ALONE)
+
+    def ask_tasks(self) -> None:
+        experiment = self.comparison.experiment
+        for task in experiment.tasks if self.lost is None else ():
+            try:
+                in_flight = experiment.serve.concurrency or experiment.serve.requests
+                lm = served_lm(self.server.url, self.name, experiment.serve.model, in_flight)
+                manager = task_manager(experiment.include)
+                self.scores += run_task(lm, task.name, manager, num_fewshot=task.num_fewshot, limit=experiment.limit)
+            except UserError as problem:
+                self.lost = "failed", self.server.died() or str(problem)
+                self._say()
+                return
 
     def _keep(self, answers: Sequence[Answer], first: int, **about: Any) -> None:
         self.rows += [
@@ -309,6 +347,8 @@ def _asked(comparison: ServedComparison, cases: Sequence[CaseSpec], start: int, 
                         progress.update()
                 for one in group:
                     one.ask_alone()
+                for one in group if start == 0 else ():
+                    one.ask_tasks()
     return everyone
 
 

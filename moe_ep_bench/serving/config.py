@@ -9,11 +9,12 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import DirectoryPath, Field, field_validator, model_validator
 
 from moe_ep_bench.config import NAME, SweepPoint
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import MOST, MOST_RUNS, MOST_SEED, PolicyEntry, Strict, spelled_out
+from moe_ep_bench.quality.config import TaskConfig
 
 
 class PromptsConfig(Strict):
@@ -34,7 +35,7 @@ class PromptsConfig(Strict):
 class ServersConfig(Strict):
     model: str = Field(min_length=1)
     """What ``{model}`` stands for."""
-    command: str = "vllm serve {model} --port {port} --enforce-eager"
+    command: str = "vllm serve {model} --port {port} -cc.cudagraph_mode=NONE"
     """Start of a server."""
     url: str | None = None
     """A running server, in place of those; its policy is its own."""
@@ -92,6 +93,12 @@ class ServeExperiment(SweepPoint):
     """Name of the results; without it, the file's."""
     serve: ServersConfig
     prompts: PromptsConfig = PromptsConfig()
+    tasks: tuple[TaskConfig, ...] = ()
+    """Tasks of the lm-evaluation-harness, asked in the first start after all rounds."""
+    include: Annotated[DirectoryPath | None, NAME] = None
+    """Folder of your own tasks."""
+    limit: int | None = Field(None, ge=1, le=MOST)
+    """Questions of each task; null = all."""
     policies: tuple[PolicyEntry, ...] = ()
     """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""
 

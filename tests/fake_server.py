@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--refuses", action="store_true", help="requests, with status 400")
     parser.add_argument("--breaks-off", action="store_true", help="before the end of a stream")
     parser.add_argument("--bunch", type=int, default=1, help="pieces that are sent at once")
+    parser.add_argument("--no-whole-answers", action="store_true", help="but streams, else with status 500")
     parser.add_argument("--bare", action="store_true", help="neither log-probabilities nor a usage")
     parser.add_argument("--child", action="store_true", help="has a child that outlives it")
     parser.add_argument("--log", help="a file that gets a line a start and a request")
@@ -69,6 +70,7 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
         def answer(self, status: int, content: Any) -> None:
             body = json.dumps(content).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -90,6 +92,9 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             prompt = asked["prompt"] if isinstance(asked["prompt"], str) else asked["prompt"][0]
             size = len(prompt)
             turns = policy == "token_drop" and size % 2 == 0
+            if not asked.get("stream") and options.no_whole_answers:
+                self.answer(500, {"error": {"message": "out of memory"}})
+                return
             if not asked.get("stream"):
                 words = [f" {size + place + (turns and place >= 2)}" for place in range(pieces)]
                 self.answer(200, {"choices": [{"index": 0, "text": "".join(words)}]})

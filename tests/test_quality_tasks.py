@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.answer_costs import tasks
 from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import label_of
-from moe_ep_bench.errors import OK, USER_ERROR
+from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
@@ -442,3 +442,7 @@ def test_servers_are_asked_tasks_after_their_rounds(
     shown = capsys.readouterr().out
     assert "counted" in shown
     assert "asked of live servers" in " ".join(shown.split())
+    content["serve"] |= {"command": f"{FAKE} --no-whole-answers", "starts": 1}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(content))
+    assert main(["serve", str(tmp_path / "serve.yaml"), "--out", str(tmp_path / "failed")]) == CASES_FAILED
+    assert "native: failed: task counted: " in capsys.readouterr().err

@@ -20,7 +20,7 @@ from moe_ep_bench.timing.statistics import Estimate, NoiseFloor, judge
 
 pytestmark = pytest.mark.vllm
 COMMAND = (
-    "-m vllm.entrypoints.openai.api_server --model {model} --port {port} -cc.cudagraph_mode=NONE --max-model-len 256 "
+    "-m vllm.entrypoints.openai.api_server --model {model} --port {port} --enforce-eager --max-model-len 256 "
     "--gpu-memory-utilization 0.1"
 )
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}

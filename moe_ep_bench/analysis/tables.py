@@ -186,17 +186,17 @@ def _claim_notes(_: Store, rows: pd.DataFrame) -> list[str]:
 
 def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
     facts = _about(store, rows)
-    errors = (
-        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
-        "number is their mean; that requests of a batch share their routing is not in them"
+    how = (
+        f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
+        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed"
+        if "batch_size" in facts
+        else f"{facts['task']}: asked of live servers, of which native is the unpatched one; what a policy dropped is "
+        "in its server's log"
     )
-    served = "asked of live servers; unpatched: native's; what was dropped is in the servers' logs"
     lines = [
-        errors,
-        served
-        if "batch_size" not in facts
-        else f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
-        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
+        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+        "number is their mean; that requests of a batch share their routing is not in them",
+        how,
     ]
     limit = facts["limit"]
     return lines if limit is None else [*lines, f"the first {limit:.0f} questions of each task only"]

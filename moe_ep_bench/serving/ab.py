@@ -35,7 +35,7 @@ from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.point import BASELINE, NOISE, POLICY, CaseSpec
 from moe_ep_bench.bench.result import Row, as_columns, identity
 from moe_ep_bench.config.files import load_points
-from moe_ep_bench.errors import CASES_FAILED, OK, UserError, naming, progress_bar
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, naming, progress_bar
 from moe_ep_bench.facts import CaseFacts, ServedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -292,8 +292,9 @@ class _Contestant:
                 lm = served_lm(self.server.url, self.name, experiment.serve.model, in_flight)
                 manager = task_manager(experiment.include)
                 self.scores += run_task(lm, task.name, manager, num_fewshot=task.num_fewshot, limit=experiment.limit)
-            except UserError as problem:
-                self.lost = "failed", self.server.died() or str(problem)
+            except Exception as problem:  # the harness' client has its own, of several packages
+                said = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
+                self.lost = "failed", self.server.died() or f"task {task.name}: {brief(said, 200, quoted=False)}"
                 self._say()
                 return
 

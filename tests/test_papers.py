@@ -407,3 +407,14 @@ def test_figure_4_is_met_to_015_on_average_but_for_mixtral(traces: Path, tmp_pat
     assert set(deepseek["draws"]) == {9}
     assert rows.loc[models != "Mixtral-8x7B", "difference"].abs().mean() <= 0.15
     assert off.drop("Mixtral-8x7B").max() <= 0.25
+
+
+def test_configs_that_take_recordings_can_be_planned_with_them(tmp_path: Path, traces: Path) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "configs", tmp_path / "configs")
+    (tmp_path / "recordings").symlink_to(traces)
+    found = [path for path in (tmp_path / "configs").rglob("*.yaml") if "\n  recorded:" in path.read_text()]
+    assert len(found) == 3
+    for path in found:
+        points = load_experiments(path, on_cpu=True)
+        assert any(point.workload.kind == "recorded" for point in points), path
+        assert main(["emulate", str(path), "--dry-run"]) == OK, path

@@ -89,7 +89,9 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 return
             pieces = asked["max_tokens"] if not options.breaks_off else 2
             # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
-            prompt = asked["prompt"] if isinstance(asked["prompt"], str) else asked["prompt"][0]
+            is_chat = self.path == "/v1/chat/completions"
+            prompt = asked["messages"][-1]["content"] if is_chat else asked["prompt"]
+            prompt = prompt if isinstance(prompt, str) else prompt[0]
             size = len(prompt)
             turns = policy == "token_drop" and size % 2 == 0
             if not asked.get("stream") and options.no_whole_answers:
@@ -102,14 +104,19 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.events({"choices": [{"text": ""}]})  # of no token
+            first = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
+            self.events({"choices": [first]})  # of no token
             held: list[Any] = []
             for place in range(pieces):
                 time.sleep((options.first_ms if place == 0 else options.token_ms) / 1e3)
                 time.sleep(options.policy_ms / 1e3 if policy else 0)
                 word = f" {size + place + (turns and place >= 2)}"
-                said = {"tokens": [word], "token_logprobs": [-0.5 if policy is None else -0.75]}
-                held.append({"choices": [{"text": word, **({} if options.bare else {"logprobs": said})}]})
+                logprob = -0.5 if policy is None else -0.75
+                said = {"tokens": [word], "token_logprobs": [logprob]}
+                if is_chat:
+                    said = {"content": [{"token": word, "logprob": logprob}]}
+                choice = {"delta": {"content": word}} if is_chat else {"text": word}
+                held.append({"choices": [choice if options.bare else {**choice, "logprobs": said}]})
                 if len(held) == options.bunch or place == pieces - 1:
                     self.events(*held)
                     held.clear()

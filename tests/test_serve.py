@@ -124,6 +124,18 @@ def test_the_first_token_is_clocked_from_sending_and_a_piece_without_one_does_no
     assert answer.logprobs == [-0.5] * 4
 
 
+def test_a_chat_is_asked_and_read_as_a_prompt_is(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "brief"}, {"role": "user", "content": "a b c"}]
+    with fake(tmp_path, f"--log {tmp_path / 'log'}") as one:
+        of_chat, of_text = asked(one.url, [chat, "a b c"])
+    assert (of_chat.failure, of_text.failure) == (None, None)
+    for name in ("text", "tokens", "logprobs", "num_tokens", "num_prompt_tokens"):
+        assert getattr(of_chat, name) == getattr(of_text, name)
+    bodies = [json.loads(words[3]) for words in noted(tmp_path, "request")]
+    assert (bodies[0]["messages"], bodies[0]["logprobs"]) == (chat, True)
+    assert "prompt" not in bodies[0]
+
+
 def test_a_server_that_counts_nothing_is_counted_by_pieces(tmp_path: Path) -> None:
     with fake(tmp_path, "--bare") as one:
         (answer,) = asked(one.url, ["a"])
@@ -438,9 +450,17 @@ def test_prompts_are_the_seeds_and_warm_up_has_others() -> None:
     assert not set(prompts) & set(random_prompts(config, 20, warm_up=True))
 
 
-def test_prompts_of_a_file_are_texts_or_token_ids(tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": [1, 2], "id": 3}\n{"prompt": "three"}\n')
-    assert read_prompts(PromptsConfig(file=tmp_path / "mine.jsonl"), 2) == ["one", [1, 2]]
+def test_prompts_of_a_file_are_texts_token_ids_or_chats(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "four"}]
+    lines = [
+        '{"prompt": "one"}',
+        "",
+        '{"prompt": [1, 2], "id": 3}',
+        json.dumps({"messages": chat}),
+        '{"prompt": "five"}',
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    assert read_prompts(PromptsConfig(file=tmp_path / "mine.jsonl"), 3) == ["one", [1, 2], chat]
 
 
 @pytest.mark.parametrize(
@@ -448,7 +468,8 @@ def test_prompts_of_a_file_are_texts_or_token_ids(tmp_path: Path) -> None:
     [
         (['{"prompt": "a"}'], "mine.jsonl: expected 2 prompts (serve.rounds x serve.requests + serve.alone)"),
         (['{"prompt": "a"}', "b"], "mine.jsonl: line 2: expected JSON, got 'b'"),
-        (['{"text": "a"}', "[]"], 'mine.jsonl: line 1: expected {"prompt": text or token ids}, got'),
+        (['{"text": "a"}', "[]"], 'mine.jsonl: line 1: expected {"prompt": text or token ids} or'),
+        (['{"messages": [{"role": "user"}]}', "[]"], "mine.jsonl: line 1: expected"),
         (['{"prompt": [1, "a"]}', "[]"], "mine.jsonl: line 1: expected"),
     ],
 )

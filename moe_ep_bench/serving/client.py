@@ -100,14 +100,19 @@ class Client:
         return list(await asyncio.gather(*map(one, prompts, gaps_s.cumsum().tolist())))
 
     async def _ask(self, prompt: Any, began: float) -> Answer:
-        body = {**self.asked, "prompt": prompt, "temperature": 0, "stream": True}
+        body, path = {**self.asked, "temperature": 0, "stream": True}, "completions"
+        if isinstance(prompt, list) and isinstance(prompt[0], dict):
+            body["messages"], path = prompt, "chat/completions"
+            body |= {"logprobs": True} if "logprobs" in body else {}
+        else:
+            body["prompt"] = prompt
         body["stream_options"] = {"include_usage": True}
         sent = time.perf_counter()
         answer = Answer(sent_us=1e6 * (sent - began))
         try:
             async with (
                 asyncio.timeout(self.limit_s),
-                self._http.stream("POST", f"{self.url}/v1/completions", json=body) as response,
+                self._http.stream("POST", f"{self.url}/v1/{path}", json=body) as response,
             ):
                 if response.status_code != 200:
                     words = (await response.aread()).decode(errors="replace")
@@ -137,16 +142,19 @@ async def _read(response: Any, answer: Answer, sent: float) -> None:
         if usage := piece.get("usage"):
             answer.num_prompt_tokens, answer.num_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         for choice in piece.get("choices", ()):
-            said = choice.get("logprobs") or {}
-            tokens = said.get("tokens") or []
-            if choice.get("text") or tokens:
+            text, said = choice.get("text") or "", choice.get("logprobs") or {}
+            tokens, logprobs = said.get("tokens") or [], said.get("token_logprobs") or []
+            if "delta" in choice:  # of a chat
+                text, of_chat = choice["delta"].get("content") or "", said.get("content") or []
+                tokens, logprobs = ([one[key] for one in of_chat] for key in ("token", "logprob"))
+            if text or tokens:
                 num_pieces += 1
                 answer.first_us = answer.first_us or now_us
                 answer.num_arrivals += answer.time_us is None or now_us - answer.time_us > _SAME_MOMENT_US
                 answer.time_us = now_us
-            answer.text += choice.get("text") or ""
+            answer.text += text
             answer.tokens += tokens
-            answer.logprobs += said.get("token_logprobs") or []
+            answer.logprobs += logprobs
     if not ended or answer.first_us is None:
         raise ValueError("the stream ended without a token" if answer.first_us is None else "the stream broke off")
     answer.num_tokens = answer.num_tokens or len(answer.tokens) or num_pieces

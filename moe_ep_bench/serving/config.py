@@ -19,7 +19,7 @@ from moe_ep_bench.quality.config import TaskConfig
 
 class PromptsConfig(Strict):
     file: Annotated[Path | None, NAME] = None
-    """JSONL, a ``prompt`` in each line; null = random words."""
+    """JSONL, a ``prompt`` or ``messages`` in each line; null = random words."""
     num_words: int = Field(64, ge=1, le=MOST_RUNS)
     """Words of a random prompt."""
     seed: int = Field(0, ge=0, le=MOST_SEED)

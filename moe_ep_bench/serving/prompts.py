@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json, read_text
 from moe_ep_bench.serving.config import PromptsConfig
 
-Prompt = str | list[int]
+Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or messages of a chat
 # Common words, of about a token each.
 _WORDS = (
     "the of and to in is that it was for on are as with his they at be this from have or by one had not but what all "
@@ -55,8 +56,15 @@ def _of_file(path: Path, number: int) -> list[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     content = parse_json(line, where)
-    prompt = content.get("prompt") if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {"": content}
+    messages, prompt = content.get("messages"), content.get("prompt")
+    is_message = lambda one: isinstance(one, dict) and {"role", "content"} <= set(one)  # noqa: E731
+    if prompt is None and isinstance(messages, list) and messages and all(map(is_message, messages)):
+        return messages
     is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if not is_ids and not (isinstance(prompt, str) and prompt):
-        raise UserError(f'{where}: expected {{"prompt": text or token ids}}, got {brief(json.dumps(content))}')
+        raise UserError(
+            f'{where}: expected {{"prompt": text or token ids}} or {{"messages": of a chat}}, '
+            f"got {brief(json.dumps(content.get('', content)))}"
+        )
     return prompt

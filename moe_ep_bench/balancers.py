@@ -245,7 +245,8 @@ class _Ranks:
     Attributes:
         home_E: the rank of each expert, as many on every rank; contiguous under ``with_free_slots``.
         used_R: pairs of every rank.
-        given: pairs by (expert, rank), of ranks beside the home.
+        mean: pairs of the mean rank, rounded up.
+        given: pairs by (expert, rank), of ranks beside the home; ``given_to``: those ranks by expert.
     """
 
     slot_expert_P: NDArray[np.int64]
@@ -254,7 +255,9 @@ class _Ranks:
     home_E: NDArray[np.int64] = field(init=False)
     used_R: NDArray[np.int64] = field(init=False)
     free_R: NDArray[np.int64] = field(init=False)
+    mean: int = field(init=False)
     given: dict[tuple[int, int], int] = field(default_factory=dict)
+    given_to: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_ranks = len(self.counts_RE)
@@ -262,6 +265,7 @@ class _Ranks:
         self.home_E = self.slot_E // (len(self.slot_expert_P) // num_ranks)
         self.used_R = np.bincount(self.home_E, self.load_E, minlength=num_ranks).astype(np.int64)
         self.free_R = (self.slot_expert_P.reshape(num_ranks, -1) == FREE).sum(axis=1)
+        self.mean = -(-int(self.load_E.sum()) // num_ranks)
 
     @property
     def slot_E(self) -> NDArray[np.int64]:  # noqa: N802
@@ -273,21 +277,28 @@ class _Ranks:
     def num_ranks(self) -> int:
         return len(self.counts_RE)
 
-    @property
-    def mean(self) -> int:
-        """Pairs of the mean rank, rounded up."""
-        return -(-int(self.load_E.sum()) // self.num_ranks)
-
     def takers(self, expert: int) -> NDArray[np.int64]:
         """Ranks beside the home that have the expert, or a free slot for it; those with fewest pairs first."""
-        has_R = np.array([(expert, rank) in self.given for rank in range(self.num_ranks)])
-        can_R = (has_R | (self.free_R > 0)) & (np.arange(self.num_ranks) != self.home_E[expert])
+        can_R = self._can_take(expert)
         order_R = np.argsort(self.used_R, kind="stable")
         return order_R[can_R[order_R]]
 
+    def taker(self, expert: int) -> int | None:
+        """The first of ``takers``; None = there is none."""
+        can_R = self._can_take(expert)
+        return int(np.where(can_R, self.used_R, np.iinfo(np.int64).max).argmin()) if can_R.any() else None
+
+    def _can_take(self, expert: int) -> NDArray[np.bool_]:
+        can_R = self.free_R > 0
+        can_R[self.given_to.get(expert, [])] = True
+        can_R[self.home_E[expert]] = False
+        return can_R
+
     def give(self, expert: int, rank: int, pairs: int) -> None:
         """Move pairs of an expert from its home to a rank."""
-        self.free_R[rank] -= (expert, rank) not in self.given
+        if (expert, rank) not in self.given:
+            self.free_R[rank] -= 1
+            self.given_to.setdefault(expert, []).append(rank)
         self.given[expert, rank] = self.given.get((expert, rank), 0) + pairs
         self.used_R[self.home_E[expert]] -= pairs
         self.used_R[rank] += pairs
@@ -367,7 +378,7 @@ def _gives_away(ranks: _Ranks, most: int, least_pairs: int) -> bool:
         for expert in by_load[ranks.home_E[by_load] == rank].tolist():
             left = int(ranks.load_E[expert])
             while (excess := int(ranks.used_R[rank]) - most) > 0 and left > 0:
-                taker = next(iter(ranks.takers(expert).tolist()), None)
+                taker = ranks.taker(expert)
                 pairs = 0 if taker is None else min(excess, left, most - int(ranks.used_R[taker]))
                 if pairs <= 0 or (pairs < least_pairs and pairs < excess):
                     break

@@ -124,6 +124,7 @@ def routing_metrics(
         *maps, _array(scores_TE), _valid(context), context.num_ranks, ranks_per_node
     )
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
+    crossing = crossing_metrics(load_R, copies_R, copies_N, context.rank, ranks_per_node)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
     num_dropped = of_scores.num_topk_pairs - num_kept - num_rerouted
@@ -145,15 +146,28 @@ def routing_metrics(
         "experts_per_token": _ratio(num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
-        "crossing_pairs": num_pairs - int(load_R[context.rank]),
-        "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
-        "crossing_node_copies": int(copies_N.sum()) - int(copies_N[context.rank // ranks_per_node]),
+        **crossing,
         "copies_R": copies_R,
         "copies_N": copies_N,
         "topk_share": _ratio(of_scores.topk_share, num_tokens),
         "entropy": _ratio(of_scores.entropy, num_tokens),
     }
     return {name: values[name] for name in ROUTING_METRICS}
+
+
+def crossing_metrics(
+    load_R: NDArray[np.int64],
+    copies_R: NDArray[np.int64],
+    copies_N: NDArray[np.int64],
+    rank: int,
+    ranks_per_node: int = RANKS_PER_NODE,
+) -> dict[str, int]:
+    """What of a source rank's pairs and copies goes to others (``routing_metrics``)."""
+    return {
+        "crossing_pairs": int(load_R.sum() - load_R[rank]),
+        "crossing_copies": int(copies_R.sum() - copies_R[rank]),
+        "crossing_node_copies": int(copies_N.sum() - copies_N[rank // ranks_per_node]),
+    }
 
 
 def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:

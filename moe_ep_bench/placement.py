@@ -48,7 +48,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.balancers import FREE, Balanced, with_free_slots
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.metrics import RANKS_PER_NODE
+from moe_ep_bench.metrics import RANKS_PER_NODE, crossing_metrics
 from moe_ep_bench.policies.lazy import Tensor
 
 if TYPE_CHECKING:
@@ -324,21 +324,14 @@ def _pack_by_risk(
     mean_E: NDArray[np.float64], covariance_EE: NDArray[np.float64], replicas_E: NDArray[np.int64], num_ranks: int
 ) -> NDArray[np.int64]:
     """The expert of every slot, int64 [P]: the heaviest replica first, each onto the rank that then has least risk."""
+    from moe_ep_bench.kernels.placing import ranks_by_risk  # numba takes its time
+
     share_E, room = mean_E / replicas_E, replicas_E.sum() // num_ranks
     shared_EE = covariance_EE / replicas_E / replicas_E[:, None]
-    held: list[list[int]] = [[] for _ in range(num_ranks)]
-    mean_R, variance_R, cross_RE = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros((num_ranks, len(mean_E)))
-    is_full_R, holds_RE = np.zeros(num_ranks, dtype=bool), np.zeros((num_ranks, len(mean_E)), dtype=bool)
-    for expert in np.argsort(-share_E, kind="stable").repeat(replicas_E[np.argsort(-share_E, kind="stable")]):
-        variance_after_R = variance_R + shared_EE[expert, expert] + 2 * cross_RE[:, expert]
-        risk_R = mean_R + share_E[expert] + _Z * np.sqrt(np.maximum(variance_after_R, 0))
-        barred_R = is_full_R | holds_RE[:, expert]
-        rank = int(np.where(is_full_R if barred_R.all() else barred_R, np.inf, risk_R).argmin())
-        held[rank].append(int(expert))
-        mean_R[rank] += share_E[expert]
-        variance_R[rank] = variance_after_R[rank]
-        cross_RE[rank] += shared_EE[expert]
-        is_full_R[rank], holds_RE[rank, expert] = len(held[rank]) == room, True
+    heaviest_E = np.argsort(-share_E, kind="stable")
+    expert_P = heaviest_E.repeat(replicas_E[heaviest_E])
+    rank_P = ranks_by_risk(expert_P, share_E, shared_EE, num_ranks, room, _Z)
+    held = [expert_P[rank_P == rank].tolist() for rank in range(num_ranks)]
     return np.array(_unstacked(held)).ravel()
 
 
@@ -396,17 +389,25 @@ class Slots:
         return Slots._in_turn(np.arange(num_experts), num_experts, num_ranks)
 
     @staticmethod
-    def of_batch(balanced: Balanced, counts_RE: NDArray[np.int64], expert_bytes: float) -> Slots:
-        """A batch as a balancer has it, where ranks have ``counts_RE`` pairs; nobody sends to a free slot."""
+    def of_batch(
+        balanced: Balanced, counts_RE: NDArray[np.int64], expert_bytes: float, num_sources: int | None = None
+    ) -> Slots:
+        """A batch as a balancer has it, where ranks have ``counts_RE`` pairs; nobody sends to a free slot.
+
+        Args:
+            num_sources: rank r sends what r modulo so many does, and so gives its pairs to slots as that one does.
+        """
         num_ranks, num_experts = counts_RE.shape
+        alike = num_ranks // (num_sources or num_ranks)
         expert_RS = balanced.slot_expert_P.reshape(num_ranks, -1)
         expert_P = np.where(expert_RS == FREE, expert_RS[:, :1], expert_RS).ravel()
         moved_RR = balanced.moved_RR(num_ranks) * expert_bytes if balanced.moves else None
         if balanced.pairs_P is None:
-            return Slots._in_turn(expert_P, num_experts, num_ranks, moved_RR)
+            return Slots._in_turn(expert_P, num_experts, num_ranks, moved_RR, num_sources)
         slots_E = [np.flatnonzero(expert_P == expert) for expert in range(num_experts)]
-        turns_E = [_interleaved(slots, balanced.pairs_P[slots]) for slots in slots_E]
-        before_RE = counts_RE.cumsum(axis=0) - counts_RE
+        turns_E = [_interleaved(slots, _shared(balanced.pairs_P[slots], alike)) for slots in slots_E]
+        counts_SE = counts_RE[:num_sources]
+        before_RE = np.tile(counts_SE.cumsum(axis=0) - counts_SE, (alike, 1))
         return Slots(expert_P, np.concatenate(turns_E), np.array(list(map(len, turns_E))), before_RE, moved_RR)
 
     @staticmethod
@@ -415,9 +416,10 @@ class Slots:
         num_experts: int,
         num_ranks: int,
         moved_RR: NDArray[np.float64] | None = None,
+        num_sources: int | None = None,
     ) -> Slots:
         """Give an expert's slots its pairs in turn; rank r begins with the r-th, so that few pairs do not all meet."""
-        before_RE = np.repeat(np.arange(num_ranks)[:, None], num_experts, axis=1)
+        before_RE = np.repeat(np.arange(num_ranks)[:, None] % (num_sources or num_ranks), num_experts, axis=1)
         turns_E = np.bincount(expert_P, minlength=num_experts)
         return Slots(expert_P, expert_P.argsort(kind="stable"), turns_E, before_RE, moved_RR)
 
@@ -464,6 +466,14 @@ class Slots:
             before_E = before_E + np.bincount(self.expert_P, counts[0], len(before_E)).astype(np.int64)
         return rows
 
+    def moved_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of weights that a rank gets, for a batch and, where plans are in time, once for a plan."""
+        moved_bytes, once = 0.0 if self.moved_bytes_RR is None else self.moved_bytes_RR[:, rank].sum(), {}
+        if self.rearranged is not None:
+            once["rearranged_bytes"] = int(self.rearranged.moved_bytes_RR[:, rank].sum())
+            moved_bytes += once["rearranged_bytes"] * self.rearranged.share
+        return {"moved_weight_bytes": int(moved_bytes), **once}
+
     def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
         """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
 
@@ -472,23 +482,20 @@ class Slots:
         counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
         counts_RS = counts_P.reshape(self.num_ranks, -1)
         load_R = counts_RS.sum(axis=1)
-        moved_bytes = 0.0 if self.moved_bytes_RR is None else self.moved_bytes_RR[:, rank].sum()
-        once = {}
-        if self.rearranged is not None:
-            once["rearranged_bytes"] = int(self.rearranged.moved_bytes_RR[:, rank].sum())
-            moved_bytes += once["rearranged_bytes"] * self.rearranged.share
         return {
             "slot_load_P": counts_P,
-            "moved_weight_bytes": int(moved_bytes),
-            **once,
+            **self.moved_bytes(rank),
             "load_R": load_R,
             "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
-            "crossing_pairs": int(load_R.sum() - load_R[rank]),
-            "crossing_copies": int(copies_R.sum() - copies_R[rank]),
-            "crossing_node_copies": int(copies_N.sum() - copies_N[rank // ranks_per_node]),
+            **crossing_metrics(load_R, copies_R, copies_N, rank, ranks_per_node),
             "copies_R": copies_R,
             "copies_N": copies_N,
         }
+
+
+def _shared(pairs_I: NDArray[np.int64], alike: int) -> NDArray[np.int64]:
+    """A share of an expert's pairs of each slot, of so many shares alike: whole pairs, and of all slots exact."""
+    return np.diff(pairs_I.cumsum() // alike, prepend=0)
 
 
 def _interleaved(slot_I: NDArray[np.int64], pairs_I: NDArray[np.int64]) -> NDArray[np.int64]:

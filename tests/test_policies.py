@@ -237,3 +237,12 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
     top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
     other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
     assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
+
+
+@every_spec
+def test_who_does_not_know_its_rank_routes_alike_on_all(spec: Spec) -> None:
+    scores_TE = random_scores("softmax", 50, 16, seed=9)
+    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": torch.arange(50) % 2}
+    if not make_policy(spec).knows_rank:
+        first, last = (route(spec, scores_TE, {**arguments, "rank": rank}) for rank in (0, 3))
+        assert_same(first, last)

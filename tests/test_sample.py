@@ -12,13 +12,14 @@ import pytest
 import torch
 import yaml
 
-from moe_ep_bench.analysis.notes import _sampled
+from moe_ep_bench.analysis.notes import _matched, _sampled
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import Point
 from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.tokens import Batches
 from moe_ep_bench.bench.traffic import route_layer
 from moe_ep_bench.config import RebalanceConfig
 from moe_ep_bench.errors import UserError
@@ -107,6 +108,74 @@ def test_counts_of_a_sample_are_those_of_the_batch(tmp_path: Path) -> None:
         assert sum(map(sum, point.lengths_of_ranks(0))) == point.num_tokens
 
 
+SOURCES = ["layer.ep_size=32", "emulate.sample_ranks=8", "emulate.sample_tokens=8192"]
+
+
+@pytest.mark.parametrize("overlap", ["none", "two_batch"])
+def test_tokens_of_few_ranks_say_what_those_of_all_do(overlap: str, tmp_path: Path) -> None:
+    """Matched loads leave experts as equal as all tokens do, so that nothing looks worse balanced than it is."""
+    sizes = "layer.ep_size=32", f"emulate.overlap={overlap}"
+    whole, few = planned(tmp_path, *sizes), planned(tmp_path, *sizes, *SOURCES)
+    assert (few.num_sources, few.stands_for, few.num_tokens, few.most_tokens) == (8, 2, 65536, whole.most_tokens)
+    expected, got = found(whole), found(few)
+    for label, (time_us, dropped, fullest) in expected.items():
+        moves = label.startswith(("LLEP", "EPIC"))
+        assert got[label][0] == pytest.approx(time_us, rel=0.15 if moves else 0.04), label
+        assert got[label][1] == pytest.approx(dropped, abs=0.02), label
+        assert got[label][2] == pytest.approx(fullest, rel=0.25 if moves else 0.03), label
+
+
+def test_matched_loads_are_those_of_the_traffic_in_each_half_of_a_ranks_tokens(tmp_path: Path) -> None:
+    sizes = "layer.ep_size=32", "workload.num_tokens=4194304", "emulate.overlap=two_batch"
+    point, by_chance = (planned(tmp_path, *of, *sizes) for of in (SOURCES, ["emulate.sample_tokens=8192"]))
+
+    def apart(of: Point) -> float:
+        """How far the experts' loads of micro-batches are from each other, of those with a load at least."""
+        batches = Batches(of, CPU)
+        parts = [batches.tokens(None, 0, rank).parts(2) for rank in range(of.num_sources)]
+        first_E, second_E = (
+            np.sum([part[half].top_k_TE.sum(dim=0).numpy() for part in parts], axis=0) for half in (0, 1)
+        )
+        is_busy_E = first_E + second_E > 400
+        return float(np.abs(first_E / second_E - 1)[is_busy_E].max())
+
+    assert apart(point) < 0.05 < apart(by_chance)
+    counts_RE = Batches(point, CPU).native_counts(0)
+    assert counts_RE.shape == (32, 64)
+    assert np.array_equal(counts_RE[:8], counts_RE[24:])
+
+
+@pytest.mark.parametrize("overlap", ["none", "two_batch"])
+def test_ranks_with_the_same_tokens_are_as_if_each_were_routed(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = planned(tmp_path, *SOURCES, f"emulate.overlap={overlap}")
+    cases = [case for case in point.cases if case.role not in ("replication", "balanced")]
+    with torch.inference_mode():
+        shared = route_layer(Router(point, CPU), cases, None, 0)
+        for kind in {type(case.policy) for case in cases if case.policy is not None}:
+            monkeypatch.setattr(kind, "knows_rank", True)
+        each = route_layer(Router(point, CPU), cases, None, 0)
+    for one, other in zip(shared, each, strict=True):
+        assert [row["rank"] for row in one.rows_R] == list(range(32))
+        for row, expected in zip(one.rows_R, other.rows_R, strict=True):
+            np.testing.assert_equal(row, expected)
+        for part, expected_part in zip(one.parts, other.parts, strict=True):
+            assert np.array_equal(part.counts_RP, expected_part.counts_RP)
+
+
+def test_slots_of_ranks_with_the_same_tokens_get_what_a_balancer_gave_them(tmp_path: Path) -> None:
+    point = planned(tmp_path, *SOURCES, "emulate.replication=[{spare_per_rank: 1, balancer: lp}]")
+    cases, router = [case for case in point.cases if case.replication is not None], Router(point, CPU)
+    with torch.inference_mode():
+        for case, traffic in zip(cases, route_layer(router, cases, None, 0), strict=True):
+            pairs_P = router._balanced(case, case.replication, 0).pairs_P
+            assert pairs_P is not None
+            sent_P = traffic.counts_RP.sum(axis=0) / point.stands_for
+            assert sent_P.sum() == pairs_P.sum(), case.label
+            assert np.abs(sent_P - pairs_P).max() <= point.world_size // point.num_sources, case.label
+
+
 def test_rules_in_pairs_count_those_that_a_sample_stands_for() -> None:
     llep, epic = RebalanceConfig(name="llep", least_pairs=1000), RebalanceConfig(name="epic")
     assert llep.of_sample(8).least_pairs == 125
@@ -117,10 +186,17 @@ def test_rules_in_pairs_count_those_that_a_sample_stands_for() -> None:
 
 def test_a_sample_says_how_well_it_tells_the_fullest_rank_and_one_of_more_than_all_says_nothing() -> None:
     native = pd.DataFrame({"fullest_rank": [1.5, 1.5]})
-    facts: Any = SimpleNamespace(sample_tokens=1000, num_tokens=4000, top_k=8, num_ranks=8)
+    facts: Any = SimpleNamespace(sample_tokens=1000, sample_ranks=None, num_tokens=4000, top_k=8, num_ranks=8)
     assert _sampled(facts, native) == (1000, 4, pytest.approx(300 * np.sqrt(0.75 / 1500)))
     facts.sample_tokens = 5000
     assert _sampled(facts, native) is None
+
+
+def test_tokens_of_few_ranks_say_how_near_loads_are_to_those_of_all() -> None:
+    native = pd.DataFrame({"fullest_rank": [1.5]})
+    facts: Any = SimpleNamespace(sample_tokens=1000, sample_ranks=4, num_tokens=4000, top_k=8, num_experts=20)
+    assert _sampled(facts, native) is None
+    assert _matched(facts) == (1000, 4, 4, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +209,9 @@ def test_a_sample_says_how_well_it_tells_the_fullest_rank_and_one_of_more_than_a
             "null where layers are measured",
         ),
         (["workload.padding_per_rank=1"], "null where ranks have tokens or padding of their own, got 64"),
+        (["emulate.sample_ranks=3"], "emulate.sample_ranks: expected a divisor of the 8 ranks, got 3"),
+        (["emulate.sample_ranks=2", "emulate.sample_tokens=null"], "null without emulate.sample_tokens, got 2"),
+        (["emulate.sample_ranks=2", "emulate.sample_tokens=1000"], "of the batch's 16384 tokens on 2 of 8 ranks"),
         (["workload.tokens_of_ranks=1.5"], "null where ranks have tokens or padding of their own, got 64"),
     ],
 )

@@ -151,6 +151,11 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
             "(three standard errors)",
             _sampled(facts, _of(ok, "baseline")),
         ),
+        (
+            "of each batch {:,} tokens of {} ranks were drawn, each in place of {}: experts' loads are those of "
+            "all to {:.1f} % of the mean",
+            _matched(facts),
+        ),
         ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
         (
             "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
@@ -173,9 +178,23 @@ def _sampled(facts: ComparisonFacts, native: pd.DataFrame) -> tuple[int, int, fl
     """
     if facts.sample_tokens is None or facts.sample_tokens >= facts.num_tokens:  # as a stranger's file may say
         return None
+    if facts.sample_ranks is not None:
+        return None
     stands_for = facts.num_tokens // facts.sample_tokens
     pairs = native["fullest_rank"].mean() * facts.sample_tokens * facts.top_k / facts.num_ranks
     return facts.sample_tokens, stands_for, 300 * math.sqrt((1 - 1 / stands_for) / pairs)
+
+
+def _matched(facts: ComparisonFacts) -> tuple[int, int, int, float] | None:
+    """Tokens that were routed, the ranks that have them, for how many each stands, and how far loads are from those.
+
+    They are solved for to two pairs of each expert in each half (``workload.synthetic``).
+    """
+    if facts.sample_tokens is None or facts.sample_ranks is None:
+        return None
+    stands_for = facts.num_tokens // facts.sample_tokens
+    percent = 100 * 4 * facts.num_experts / (facts.sample_tokens * facts.top_k)
+    return facts.sample_tokens, facts.sample_ranks, stands_for, percent
 
 
 def layers_words(facts: ComparisonFacts) -> str:

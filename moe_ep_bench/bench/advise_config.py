@@ -55,6 +55,8 @@ DRAWS = 5
 _BATCHES, _BATCHES_OF_A_DRAW, _HISTORY = 10, 2, 2
 # Of more scores than that tokens stand for others, though every rank draws some: all would take minutes.
 SCORES, _TOKENS_OF_RANK = 2**22, 256
+# Of more ranks than that some ranks' tokens stand for others'.
+_MOST_RANKS, _SOURCES = 64, 16
 # Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
 _STAND_IN, REACHED = "olmoe-1b-7b", 0.75
 _NATIVE = [{"name": "topk"}]
@@ -122,12 +124,10 @@ class Question:
         if emulate["links"] in links:
             emulate["links"] = _links_for(links, raw["layer"]["ep_size"])
         raw["emulate"] = {**emulate, **chosen}
-        raw["emulate"].pop("sample_tokens", None)
+        for key in ("sample_tokens", "sample_ranks"):
+            raw["emulate"].pop(key, None)
         (experiment,) = experiments_of(where, *copy.deepcopy((raw, sweep)))
-        if (sample := routed_tokens(experiment, most_scores)) < experiment.workload.total_tokens(
-            experiment.virtual_ranks
-        ):
-            raw["emulate"]["sample_tokens"] = sample
+        raw["emulate"] |= sample_of([experiment], most_scores)
         experiments = experiments_of(where, raw, sweep)
         return plan_experiments(where, experiments, VIRTUAL, on_cpu=True, try_out=False)[0]
 
@@ -344,14 +344,8 @@ class _Draft:
 
         Recorded tokens and those of ranks that differ are never alike.
         """
-        if "sample_tokens" in self.raw["emulate"] or any(not _is_exchangeable(one) for one in asked):
-            return
-        sizes = {one.workload.total_tokens(one.virtual_ranks) for one in asked}
-        if len(sizes) > 1:
-            return
-        sample = max(routed_tokens(one, SCORES) for one in asked)
-        if sample < sizes.pop():
-            self.raw["emulate"]["sample_tokens"] = sample
+        if "sample_tokens" not in self.raw["emulate"]:
+            self.raw["emulate"] |= sample_of(asked, SCORES)
 
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
         """Ask with overlap and without, where nobody says and ranks may overlap."""
@@ -474,13 +468,40 @@ def _may_overlap(experiment: Experiment) -> bool:
         return halves and load_device(device).num_sms is not None
 
 
+def sample_of(asked: Sequence[Experiment], most_scores: int) -> dict[str, int]:
+    """Keys of ``emulate`` by which some tokens stand for others in all that is asked; none where all are routed."""
+    sizes, ranks = {one.workload.total_tokens(one.virtual_ranks) for one in asked}, {one.virtual_ranks for one in asked}
+    if not all(map(_is_exchangeable, asked)) or len(sizes) > 1:
+        return {}
+    sources = max(_num_sources(one, most_scores) for one in asked)
+    of_ranks = {"sample_ranks": sources} if len(ranks) == 1 and sources < min(ranks) else {}
+    sample = max(_num_routed(one, most_scores, **of_ranks) for one in asked)
+    return {"sample_tokens": sample, **of_ranks} if sample < sizes.pop() else {}
+
+
 def routed_tokens(experiment: Experiment, most_scores: int) -> int:
-    """Tokens of a batch that are routed, and stand for all where these have more scores; a divisor of them."""
+    """Tokens of a batch that are routed, and stand for all where these have more scores."""
     num_tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
-    if not _is_exchangeable(experiment):
-        return num_tokens
+    return sample_of([experiment], most_scores).get("sample_tokens", num_tokens)
+
+
+def _num_sources(experiment: Experiment, most_scores: int) -> int:
+    """Ranks whose tokens are drawn, and stand for those of all: of many ranks with many tokens, few."""
     num_ranks, num_experts = experiment.virtual_ranks, experiment.model.spec().num_experts
-    fewest = max(most_scores // num_experts, _TOKENS_OF_RANK * num_ranks)
+    num_tokens, sources = experiment.workload.total_tokens(num_ranks), _SOURCES
+    if num_ranks <= _MOST_RANKS:
+        return num_ranks
+    while num_ranks % sources == 0 and num_tokens * sources * num_experts < most_scores * num_ranks:
+        sources *= 2
+    return sources if num_ranks % sources == num_tokens % (num_ranks // sources) == 0 else num_ranks
+
+
+def _num_routed(experiment: Experiment, most_scores: int, sample_ranks: int | None = None) -> int:
+    """Tokens of so many ranks that are routed; None = of all."""
+    num_ranks, num_experts = experiment.virtual_ranks, experiment.model.spec().num_experts
+    num_sources = sample_ranks or num_ranks
+    num_tokens = experiment.workload.total_tokens(num_ranks) * num_sources // num_ranks
+    fewest = max(most_scores // num_experts, _TOKENS_OF_RANK * num_sources)
     while num_tokens % 2 == 0 and num_tokens // 2 >= fewest:
         num_tokens //= 2
     return num_tokens

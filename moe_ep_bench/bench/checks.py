@@ -154,6 +154,10 @@ def _check_sample(experiment: Experiment) -> None:
         refuse(not isinstance(workload, SyntheticConfig), key, "null with recorded tokens, which are not alike", sample)
         own = workload.tokens_of_ranks is not None or workload.padding_per_rank
         refuse(own, key, "null where ranks have tokens or padding of their own", sample)
+    sources, num_ranks = experiment.emulate.sample_ranks, experiment.virtual_ranks
+    if sources is not None:
+        refuse(sample is None, "emulate.sample_ranks", "null without emulate.sample_tokens", sources)
+        refuse(num_ranks % sources, "emulate.sample_ranks", f"a divisor of the {num_ranks} ranks", sources)
 
 
 def check_batches(experiment: Experiment, ep_size: int, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> None:

@@ -137,7 +137,8 @@ def _shared(comparison: Point) -> dict[str, Any]:
         **{name: getattr(comparison.subject, name) for name in Subject.model_fields},
         "fullest_tokens": None if tokens_R is None else tokens_R.max() / tokens_R.mean(),
         "num_batches": comparison.workload.num_batches,
-        "sample_tokens": comparison.workload.num_tokens if comparison.stands_for > 1 else None,
+        "sample_tokens": comparison.workload.num_tokens if comparison.is_sampled else None,
+        "sample_ranks": comparison.num_sources if comparison.num_sources < comparison.world_size else None,
         "kernel": kernels_of(comparison),
         **_drawn(comparison),
     }

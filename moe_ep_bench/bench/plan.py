@@ -42,7 +42,7 @@ from moe_ep_bench.runtime.torchrun import device_type, num_gpus
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.motion import Motion
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload.synthetic import Matched, SyntheticWorkload
 from moe_ep_bench.workload.targets import PATTERNS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -50,7 +50,7 @@ from moe_ep_bench.workload.trace import open_trace
 _FEW_SCORES = 2**21
 
 # What modelling takes (``modelling_s``).
-_START_S, _RANK_S, _SCORE_S = 15.0, 1.5e-3, 20e-9
+_START_S, _RANK_S, _SCORE_S = 10.0, 1.5e-3, 20e-9
 
 Opened = dict[str, Mapping[int | None, Workload]]
 """Workloads that points share, by all that decides their batches."""
@@ -161,7 +161,8 @@ def make_point(
         links, device = _stand_ins(experiment, experiment.layer.ep_size or world_size)
         backend = backend if device is None else MODELLED
     experiment.workload.dealt_tokens(world_size)  # Raises where ranks cannot have theirs.
-    workloads = _shared_workloads(_sampled(experiment, world_size) if is_emulated else experiment, world_size, opened)
+    drawn, matched = _sampled(experiment, world_size) if is_emulated else (experiment, None)
+    workloads = _shared_workloads(drawn, world_size, opened, matched)
     layer_backend = _layer_backend(experiment, backend, links, device, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
     point = Point(experiment, backend, world_size, workloads, layer_backend, links, device, on_gpu, sharing)
@@ -170,20 +171,24 @@ def make_point(
     return point
 
 
-def _sampled(experiment: Experiment, world_size: int) -> Experiment:
-    """The same with batches of as many tokens as are routed (``emulate.sample_tokens``).
+def _sampled(experiment: Experiment, world_size: int) -> tuple[Experiment, Matched | None]:
+    """The same with batches of as many tokens as are routed (``emulate.sample_tokens``), and what they are matched to.
 
     Raises:
         ValueError: they are no part of a batch.
     """
     sample, config = experiment.emulate.sample_tokens, experiment.workload
     if sample is None:
-        return experiment
-    num_tokens = config.total_tokens(world_size)
-    parts = f"a divisor of the batch's {num_tokens} tokens, at least {world_size} (one a rank)"
-    checks.refuse(num_tokens % sample or sample < world_size, "emulate.sample_tokens", parts, sample)
+        return experiment, None
+    sources = experiment.emulate.sample_ranks or world_size
+    num_tokens, others = config.total_tokens(world_size), world_size // sources
+    parts = f"a divisor of the batch's {num_tokens // others} tokens, at least {sources} (one a rank)"
+    if others > 1:
+        parts = parts.replace("tokens,", f"tokens on {sources} of {world_size} ranks,")
+    checks.refuse(num_tokens % (sample * others) or sample < sources, "emulate.sample_tokens", parts, sample)
     changed = {"num_tokens": sample, "tokens_per_rank": None}
-    return experiment.model_copy(update={"workload": config.model_copy(update=changed)})
+    matched = Matched(num_tokens, sources) if others > 1 else None
+    return experiment.model_copy(update={"workload": config.model_copy(update=changed)}), matched
 
 
 def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
@@ -381,7 +386,9 @@ def _lines(point: Point) -> Iterator[str]:
 # ---- workloads -------------------------------------------------------------------------------------------------------
 
 
-def _shared_workloads(experiment: Experiment, world_size: int, opened: Opened | None) -> Mapping[int | None, Workload]:
+def _shared_workloads(
+    experiment: Experiment, world_size: int, opened: Opened | None, matched: Matched | None
+) -> Mapping[int | None, Workload]:
     """``open_workloads``, or what a point with the same batches opened."""
     shared = {} if opened is None else opened
     own = {name: getattr(experiment, name).model_dump(mode="json") for name in ("model", "workload")}
@@ -391,14 +398,17 @@ def _shared_workloads(experiment: Experiment, world_size: int, opened: Opened | 
         experiment.layer.ep_size,
         world_size,
         experiment.num_history,
+        *([matched] if matched else []),
     ]
     key = stable_hash([own, sizes])
     if key not in shared:
-        shared[key] = open_workloads(experiment, world_size)
+        shared[key] = open_workloads(experiment, world_size, matched)
     return shared[key]
 
 
-def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:
+def open_workloads(
+    experiment: Experiment, world_size: int, matched: Matched | None = None
+) -> dict[int | None, Workload]:
     """The workload of every MoE layer that is built, by layer; None is the key of a layer that stands alone.
 
     Layers differ in seed, and under some seeds of a skew independent tokens share more experts than its target: of many
@@ -408,7 +418,7 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
         ValueError: one cannot be had; names the key.
     """
     if experiment.scope == "layer":
-        return {None: _open(experiment, world_size)}
+        return {None: _open(experiment, world_size, matched=matched)}
     model, config = experiment.model.spec(), experiment.workload
     num_built = experiment.whole.num_layers or model.num_layers
     moe_layers = [layer for layer in model.moe_layers if layer < num_built]
@@ -439,8 +449,10 @@ def num_by_arrival(experiment: Experiment, most: int) -> int:
     return workload.num_by_arrival(most)
 
 
-def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:
-    """``or_chance``: see ``SyntheticWorkload``."""
+def _open(
+    experiment: Experiment, world_size: int, *, or_chance: bool = False, matched: Matched | None = None
+) -> Workload:
+    """``or_chance``, ``matched``: see ``SyntheticWorkload``."""
     config, model = experiment.workload, experiment.model.spec()
     shape: dict[str, Any] = {
         **{name: getattr(model, name) for name in ("num_experts", "top_k", "num_groups", "top_groups")},
@@ -464,5 +476,5 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
         rank_load = (load["ep_size"], load["load"]) if load else None
         cuts = tuple(tuple(cut.values()) for cut in targets.pop("cuts", ()))
         motion = Motion(config.motion, config.motion_batches) if config.motion and config.motion_batches else None
-        how = {"rank_load": rank_load, "cuts": cuts, "motion": motion, "or_chance": or_chance}
+        how = {"rank_load": rank_load, "cuts": cuts, "motion": motion, "or_chance": or_chance, "matched": matched}
         return SyntheticWorkload(**shape, **targets, **how)

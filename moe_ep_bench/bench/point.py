@@ -16,11 +16,11 @@ Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ BASELINE, NOISE, BALANCED, POLICY = "baseline", "noise", "balanced", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
 
+T = TypeVar("T")
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
 
@@ -211,7 +212,7 @@ class Point:
     @property
     def routing_work(self) -> int:
         """Ranks of all batches in all layers, as often as they are routed: what modelling this point takes."""
-        return self.workload.num_batches * self.world_size * len(self.workloads) * self.times_routed
+        return self.workload.num_batches * self.num_sources * len(self.workloads) * self.times_routed
 
     @property
     def ranks_per_node(self) -> int:
@@ -328,8 +329,10 @@ class Point:
         if isinstance(workload, RecordedWorkload):
             facts["trace"] = [trace.sha256() for trace in workload.traces]
             facts |= {"order": config.order, "history": workload.num_history}
-        if self.stands_for > 1:
+        if self.is_sampled:
             facts["sample_tokens"] = workload.num_tokens
+        if self.num_sources < self.world_size:
+            facts["sample_ranks"] = self.num_sources
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
     # ---- facts -------------------------------------------------------------------------------------------------------
@@ -395,16 +398,30 @@ class Point:
         return self.experiment.workload.total_tokens(self.world_size)
 
     @property
+    def is_sampled(self) -> bool:
+        """Some tokens of a batch stand for all (``emulate.sample_tokens``)."""
+        return self.workload.num_tokens < self.num_tokens
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks whose tokens are drawn (``emulate.sample_ranks``); rank r has those of r modulo so many."""
+        return (self.is_sampled and self.experiment.emulate.sample_ranks) or self.world_size
+
+    @property
     def stands_for(self) -> int:
-        """Tokens of a batch for which each one that is routed stands (``emulate.sample_tokens``)."""
-        return self.num_tokens // self.workload.num_tokens
+        """Tokens of a rank for which each one that is routed there stands."""
+        return self.num_tokens * self.num_sources // (self.workload.num_tokens * self.world_size)
+
+    def of_ranks(self, of_sources: Sequence[T]) -> list[T]:
+        """What is of each rank whose tokens are drawn, of every rank."""
+        return [of_sources[rank % self.num_sources] for rank in range(self.world_size)]
 
     @cached_property
     def rank_tokens(self) -> NDArray[np.int64]:
         """Tokens of every rank in every batch: int64 [B, R]."""
-        dealt = self.world_size, self.tokens_R
+        dealt = self.num_sources, self.tokens_R
         routed = [self.workload.tokens_of_ranks(index, *dealt) for index in range(self.workload.num_batches)]
-        return self.stands_for * np.stack(routed)
+        return self.stands_for * np.tile(np.stack(routed), self.world_size // self.num_sources)
 
     @cached_property
     def tokens_R(self) -> NDArray[np.int64] | None:  # noqa: N802
@@ -419,9 +436,10 @@ class Point:
     def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
         """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
         length_S = self.workload.sequence_lengths(index)
-        start_P, rank_P = deal_pieces(length_S, self.world_size, self.tokens_R)
+        start_P, rank_P = deal_pieces(length_S, self.num_sources, self.tokens_R)
         length_P = np.diff(start_P)
-        return [tuple(length_P[rank_P == rank].tolist()) * self.stands_for for rank in range(self.world_size)]
+        of_sources = [tuple(length_P[rank_P == rank].tolist()) * self.stands_for for rank in range(self.num_sources)]
+        return self.of_ranks(of_sources)
 
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """Facts of a rank's tokens in a layer, but for randomness (``CaseSpec.visible``)."""

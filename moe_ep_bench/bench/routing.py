@@ -15,7 +15,7 @@ of a batch-wide policy's statistics.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class Router:
         self.point, self.routed = point, routed
         self.batches = Batches(point, device, few) if batches is None else batches
         self.tokens, self.for_every_rank = self.batches.tokens, self.batches.for_every_rank
+        self.for_sources = self.batches.for_sources
         self.native_counts = self.batches.native_counts
         self._contiguous = Slots.contiguous(point.model.num_experts, point.ep_size)
         self._slots: dict[str, tuple[int, Slots]] = {}
@@ -80,23 +81,25 @@ class Router:
             tokens: as the case sees them (``Tokens.seen_by``).
             stats_MSE: of a batch-wide policy, its statistics summed over all ranks, of each micro-batch.
         """
-        return self._routed(form_of(case.policy or NATIVE, tokens.scores_TE.device), case, tokens, stats_MSE)
+        routed = self._routed(form_of(case.policy or NATIVE, tokens.scores_TE.device), case, tokens, stats_MSE)
+        return Routing(_joined([one.map_TE for one in routed]), _joined([one.weights_TE for one in routed]))
 
     def chosen(self, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None = None) -> Routing:
-        """The same pairs, whose weights may be zero: cases share what follows from the tokens alone."""
+        """The same pairs with weights of zero: cases share what follows from the tokens alone."""
         form = form_of(case.policy or NATIVE, tokens.scores_TE.device, is_shared=True)
-        return self._routed(form, case, tokens, stats_MSE)
+        map_TE = _joined([one.map_TE for one in self._routed(form, case, tokens, stats_MSE)])
+        return Routing(map_TE, tokens.scores_TE.new_zeros(()).expand(map_TE.shape))
 
-    def _routed(self, form: PolicyForm, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None) -> Routing:
+    def _routed(
+        self, form: PolicyForm, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None
+    ) -> list[Routing]:
+        """Of each micro-batch."""
         parts = tokens.parts(self.point.num_parts)
         stats = [None] * len(parts) if stats_MSE is None else stats_MSE
-        routed = [
+        return [
             form.route(part.scores_TE, self._sharing_context(case, part), stats_SE)
             for part, stats_SE in zip(parts, stats, strict=True)
         ]
-        if len(routed) == 1:
-            return routed[0]
-        return Routing(torch.cat([one.map_TE for one in routed]), torch.cat([one.weights_TE for one in routed]))
 
     def stats_of(self, case: CaseSpec, tokens: Tokens) -> Tensor | None:
         """A batch-wide policy's statistics of this rank, which are summed over ranks: float64 [M, S, E]; else None."""
@@ -162,7 +165,7 @@ class Router:
         known_batch, slots = self._slots.get(case.case_id, (None, None))
         if known_batch != batch:
             balanced = self._balanced(case, wanted, batch)
-            slots = Slots.of_batch(balanced, self.native_counts(batch), point.expert_bytes)
+            slots = Slots.of_batch(balanced, self.native_counts(batch), point.expert_bytes, point.num_sources)
             slots = replace(slots, rearranged=self._rearranged(wanted, batch))
             self._slots[case.case_id] = batch, slots
         return slots
@@ -223,6 +226,10 @@ class Router:
         plan_us = 1e3 * (measured_ms if wanted.plan_ms is None else wanted.plan_ms)
         moved_bytes_RR = self._moved[after_key, before_key] * point.expert_bytes
         return Rearrangement(moved_bytes_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def case_metrics(

@@ -77,6 +77,13 @@ class Tokens:
     def of_scores(self) -> ScoreMetrics:
         return score_metrics(self.scores_TE, replace(self.context, top_k_TE=self.top_k_TE))
 
+    def at(self, rank: int) -> Tokens:
+        """The same tokens as those of another rank for which this one stands."""
+        other = replace(self, rank=rank, context=replace(self.context, rank=rank % self.context.num_ranks))
+        for name in ("scores_TE", "top_k_TE", "of_scores"):  # row by row the same
+            other.__dict__[name] = getattr(self, name)
+        return other
+
     def seen_by(self, case: CaseSpec) -> Tokens:
         """The tokens as a case sees them: of the balanced case with balanced loads."""
         return self._balanced if case.role == BALANCED else self
@@ -139,7 +146,7 @@ def tokens(
     Args:
         few: only so many of them, from the first to the last; None = all.
     """
-    made = point.workloads[layer].rank_batch(batch, rank, point.world_size, point.tokens_R)
+    made = point.workloads[layer].rank_batch(batch, rank % point.num_sources, point.num_sources, point.tokens_R)
     made = made.with_padding(point.experiment.workload.padding_per_rank)
     if few is not None:  # from the first to the last, and so of both where some are padding
         count = min(few, made.num_tokens)
@@ -190,13 +197,17 @@ class Batches:
                 self._kept[key], self._kept_bytes = made, self._kept_bytes + num_bytes
 
     def for_every_rank(self, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
-        """A function of every rank's tokens, in order of rank: ranks side by side in as many threads as torch has.
+        """A function of every rank's tokens, in order of rank; ranks with the same tokens share what comes of it."""
+        return self._point.of_ranks(self.for_sources(function, layer, batch))
+
+    def for_sources(self, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
+        """The same of each rank whose tokens are drawn: side by side in as many threads as torch has.
 
         In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
         tokens of one rank at a time.
         """
         self._point.workloads[layer].solve(batch)  # before threads ask for it
-        ranks, num_threads = range(self._point.world_size), torch.get_num_threads()
+        ranks, num_threads = range(self._point.num_sources), torch.get_num_threads()
 
         @torch.inference_mode()
         def of_rank(rank: int) -> T:

@@ -24,6 +24,7 @@ from moe_ep_bench.bench.result import Row
 from moe_ep_bench.bench.routing import Router, case_metrics
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.config import WaterfillConfig
+from moe_ep_bench.metrics import crossing_metrics
 from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -160,19 +161,31 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
     for case in cases:
         router.carried(case, layer, batch)  # worked out before threads ask for it
     stats = _statistics(router, cases, layer, batch)
-    has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS and point.stands_for == 1
+    has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS and not point.is_sampled
 
-    def route_rank(tokens: Tokens) -> tuple[int, list[tuple[Row, list[Row]]], tuple[Tensor, Tensor] | None]:
-        """The number of tokens, rows of every case, and the top-k pairs."""
+    def route_source(tokens: Tokens) -> list[tuple[int, list[tuple[Row, list[Row]]], tuple[Tensor, Tensor] | None]]:
+        """Of each rank with these tokens their number, rows of every case, and the top-k pairs."""
         rows_V = [
             _route_case(router, case, slots, tokens.seen_by(case), stats.get(case.case_id))
             for case, slots in zip(cases, slots_V, strict=True)
         ]
         pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if has_frontier else None
+        of_ranks = [(tokens.num_tokens, rows_V, pairs)]
+        for rank in range(tokens.rank + point.num_sources, point.world_size, point.num_sources):
+            there = tokens.at(rank)
+            of_rank = [
+                _route_case(router, case, slots, there, stats.get(case.case_id))
+                if case.policy is not None and case.policy.knows_rank
+                else (row | _seen_from(row, there, slots, point.ranks_per_node), parts)
+                for case, slots, (row, parts) in zip(cases, slots_V, rows_V, strict=True)
+            ]
+            of_ranks.append((tokens.num_tokens, of_rank, pairs))
         router.routed(point.times_routed)
-        return tokens.num_tokens, rows_V, pairs
+        return of_ranks
 
-    num_tokens_R, rows_RV, pairs_R = zip(*router.for_every_rank(route_rank, layer, batch), strict=True)
+    of_sources = router.for_sources(route_source, layer, batch)
+    of_ranks = [of_source[turn] for turn in range(len(of_sources[0])) for of_source in of_sources]
+    num_tokens_R, rows_RV, pairs_R = zip(*of_ranks, strict=True)
     rank_E = torch.arange(model.num_experts) // (model.num_experts // point.ep_size)
     frontier = Frontier.of(pairs_R, rank_E) if has_frontier else None
     traffic = []
@@ -186,6 +199,13 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
             of_case = replace(of_case, frontier={"batch": batch, **row, "layer": point.row_layer(layer)})
         traffic.append(of_case)
     return traffic
+
+
+def _seen_from(row: Row, tokens: Tokens, slots: Slots, ranks_per_node: int) -> Row:
+    """What differs in a row of the same tokens on another rank."""
+    of_all, rank = (row["load_R"], row["copies_R"], row["copies_N"]), tokens.context.rank
+    moved = {} if slots.is_contiguous else slots.moved_bytes(rank)
+    return {"rank": tokens.rank, **crossing_metrics(*of_all, rank, ranks_per_node), **moved}
 
 
 def _route_case(
@@ -249,11 +269,13 @@ def _statistics(
 
     if not wide:
         return {}
-    sums, *others = router.for_every_rank(stats_of, layer, batch)
+    sums, *others = router.for_sources(stats_of, layer, batch)
     with torch.inference_mode():
         for of_rank in others:
             for total, of_case in zip(sums, of_rank, strict=True):
                 total += of_case
+        for total in sums:
+            total *= router.point.world_size // router.point.num_sources
     return {case.case_id: total.unbind() for case, total in zip(wide, sums, strict=True)}
 
 

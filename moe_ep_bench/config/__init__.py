@@ -550,6 +550,8 @@ class EmulateConfig(Strict):
     ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
     sample_tokens: int | None = Field(None, ge=1)
     """Tokens of a batch that are drawn and routed, each in place of as many; a divisor of the batch's; null = all."""
+    sample_ranks: int | None = Field(None, ge=1)
+    """Ranks whose tokens ``sample_tokens`` are, each in place of as many; a divisor of the ranks; null = all."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()

@@ -366,6 +366,7 @@ class ComparisonFacts(Subject):
     fullest_tokens: PositiveFloat | None = None  # of the rank with most over the mean, where ranks were given theirs
     num_batches: Count
     sample_tokens: Count | None = None  # of a batch that were routed, each in place of as many; None = all
+    sample_ranks: Count | None = None  # whose tokens these are; None = all
     kernel: Component | None = None  # of routing
     load_overlap: float | None = None  # what neighbouring batches share of their loads, where popularity moves
     routing_checksum: str | None = None  # of Megatron-LM's workloads, at this EP size

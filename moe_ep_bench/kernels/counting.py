@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numba import njit
 
-from moe_ep_bench.kernels.row_selection import PADDING, find_best
+from moe_ep_bench.kernels.row_selection import PADDING, find_best, marked_columns
 
 
 @njit(cache=True, nogil=True)
@@ -77,11 +77,9 @@ def copy_down(noise_TE, is_copied_TE, before_E):
                 noise_TE[token, expert] = noise_TE[token - 1, expert] if token else before_E[expert]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@njit(cache=True, nogil=True)
 def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_node):
     """Loads of experts, copies to ranks and nodes, and sums over valid tokens.
-
-    Branches that depend on the map cannot be predicted, so there are none.
 
     Args:
         map_TE, top_k_TE: as uint8.
@@ -94,34 +92,32 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_no
         at most as many as it has added), tokens with a pair, and the score mass of their pairs.
     """
     num_tokens, num_experts = map_TE.shape
-    per_rank = num_experts // num_ranks
+    rank_E = np.arange(num_experts) // (num_experts // num_ranks)
+    node_E = rank_E // ranks_per_node
     load_E = np.zeros(num_experts, np.int64)
     copies_R = np.zeros(num_ranks, np.int64)
     copies_N = np.zeros((num_ranks + ranks_per_node - 1) // ranks_per_node, np.int64)
     num_valid_pairs = num_kept = num_rerouted = num_served = 0
     mass = 0.0
+    columns = np.empty(num_experts, np.int64)
     for token in range(num_tokens):
         map_E, top_k_E, scores_E = map_TE[token], top_k_TE[token], scores_TE[token]
-        for expert in range(num_experts):
-            load_E[expert] += map_E[expert]
-        node = np.uint8(0)
-        for rank in range(num_ranks):
-            reached = np.uint8(0)
-            for expert in range(rank * per_rank, (rank + 1) * per_rank):
-                reached |= map_E[expert]
-            copies_R[rank] += reached
-            node |= reached
-            if (rank + 1) % ranks_per_node == 0 or rank + 1 == num_ranks:
-                copies_N[rank // ranks_per_node] += node
-                node = np.uint8(0)
+        pairs = marked_columns(map_E, columns)
+        last_rank = last_node = -1  # columns ascend, and so do their ranks and nodes
+        kept, held = 0, 0.0
+        for place in range(pairs):
+            expert = columns[place]
+            rank, node = rank_E[expert], node_E[expert]
+            load_E[expert] += 1
+            copies_R[rank] += rank != last_rank
+            copies_N[node] += node != last_node
+            last_rank, last_node = rank, node
+            kept += top_k_E[expert]
+            held += np.float64(scores_E[expert])
         if valid_T.size == 0 or valid_T[token]:
-            pairs = kept = chosen = 0
-            held = 0.0
+            chosen = 0
             for expert in range(num_experts):
-                pairs += map_E[expert]
-                kept += map_E[expert] & top_k_E[expert]
                 chosen += top_k_E[expert]
-                held += np.float64(scores_E[expert]) * map_E[expert]
             num_valid_pairs += pairs
             num_kept += kept
             num_rerouted += min(pairs, chosen) - kept
@@ -180,17 +176,20 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
     num_nodes = (num_ranks + ranks_per_node - 1) // ranks_per_node
     copies_R, last_R = np.zeros(num_ranks, np.int64), np.full(num_ranks, -1, np.int64)  # the last token there
     copies_N, last_N = np.zeros(num_nodes, np.int64), np.full(num_nodes, -1, np.int64)
-    number_E = before_E.copy()
+    rank_P = np.arange(num_slots) * num_ranks // num_slots
+    node_P = rank_P // ranks_per_node
+    turn_E = before_E % pairs_E
+    columns = np.empty(num_experts, np.int64)
     for token in range(num_tokens):
-        for expert in range(num_experts):
-            if map_TE[token, expert]:
-                slot = slot_N[first_E[expert] + number_E[expert] % pairs_E[expert]]
-                number_E[expert] += 1
-                counts_P[slot] += 1
-                rank = slot * num_ranks // num_slots
-                copies_R[rank] += last_R[rank] != token
-                last_R[rank] = token
-                node = rank // ranks_per_node
-                copies_N[node] += last_N[node] != token
-                last_N[node] = token
+        for place in range(marked_columns(map_TE[token], columns)):
+            expert = columns[place]
+            turn = turn_E[expert]
+            slot = slot_N[first_E[expert] + turn]
+            turn_E[expert] = turn + 1 if turn + 1 < pairs_E[expert] else 0
+            counts_P[slot] += 1
+            rank, node = rank_P[slot], node_P[slot]
+            copies_R[rank] += last_R[rank] != token
+            last_R[rank] = token
+            copies_N[node] += last_N[node] != token
+            last_N[node] = token
     return counts_P, copies_R, copies_N

@@ -47,6 +47,8 @@ class HostSteps(Steps):
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
         num_rows, num_columns = keys_RN.shape
+        if count >= num_columns and columns_N is None:
+            return torch.ones(keys_RN.shape, dtype=torch.bool)
         if count > _MOST_WINNERS:
             return super().best_per_row(keys_RN, count, columns_N)
         columns = np.arange(num_columns) if columns_N is None else np.flatnonzero(_array(columns_N))

@@ -121,6 +121,20 @@ def _num_larger(keys, count, key):
 
 
 @njit(cache=True, nogil=True)
+def marked_columns(map_E, columns):
+    """Put the columns of a row's marks at the front of ``columns``, ascending; return how many there are.
+
+    Branches on marks cannot be predicted, so there are none.
+    """
+    count = 0
+    for column in range(map_E.shape[0] - 1):
+        columns[count] = column
+        count += map_E[column]
+    columns[count] = map_E.shape[0] - 1
+    return count + map_E[map_E.shape[0] - 1]
+
+
+@njit(cache=True, nogil=True)
 def load_of(map_TE, first, last):
     """Marks of every column: int64 [E]."""
     load_E = np.zeros(map_TE.shape[1], np.int64)
@@ -220,18 +234,25 @@ def within_capacity(candidates_TE, keys_TE, load_G, capacity, num_shared, lowest
     """
     num_tokens, num_experts = candidates_TE.shape
     num_groups = load_G.shape[0]
+    group_E = np.arange(num_experts) // num_shared
     start_G = np.zeros(num_groups + 1, np.int64)  # of an overfull group's keys in one long list
     for group in range(num_groups):
         start_G[group + 1] = start_G[group] + (load_G[group] if load_G[group] > capacity else 0)
     listed = np.empty(start_G[num_groups], keys_TE.dtype)
     next_G = start_G[:num_groups].copy()
+    expert_N = np.empty(load_G.sum() + num_experts, np.int64)  # of all candidates, token by token
+    end_T = np.empty(num_tokens, np.int64)
+    end = 0
     for token in range(num_tokens):
-        for expert in range(num_experts):
-            if candidates_TE[token, expert]:
-                group = expert // num_shared
-                if load_G[group] > capacity:
-                    listed[next_G[group]] = keys_TE[token, expert]
-                    next_G[group] += 1
+        count = marked_columns(candidates_TE[token], expert_N[end : end + num_experts])
+        for index in range(end, end + count):
+            expert = expert_N[index]
+            group = group_E[expert]
+            if load_G[group] > capacity:
+                listed[next_G[group]] = keys_TE[token, expert]
+                next_G[group] += 1
+        end += count
+        end_T[token] = end
 
     # A group with room for all takes whatever is above the lowest key, and any number of ties.
     threshold_G = np.full(num_groups, lowest, keys_TE.dtype)
@@ -246,16 +267,18 @@ def within_capacity(candidates_TE, keys_TE, load_G, capacity, num_shared, lowest
             threshold_G[group] = threshold
             ties_G[group] = capacity - above
 
+    first = 0
     for token in range(num_tokens):
-        for expert in range(num_experts):
-            if candidates_TE[token, expert]:
-                group = expert // num_shared
-                key = keys_TE[token, expert]
-                threshold = threshold_G[group]
-                map_TE[token, expert] = key > threshold
-                if key == threshold and ties_G[group] > 0:
-                    ties_G[group] -= 1
-                    map_TE[token, expert] = True
+        for index in range(first, end_T[token]):
+            expert = expert_N[index]
+            group = group_E[expert]
+            key = keys_TE[token, expert]
+            threshold = threshold_G[group]
+            map_TE[token, expert] = key > threshold
+            if key == threshold and ties_G[group] > 0:
+                ties_G[group] -= 1
+                map_TE[token, expert] = True
+        first = end_T[token]
 
 
 @njit(cache=True, nogil=True)

@@ -196,6 +196,10 @@ class ExpandedDrop(CapacityPolicy):
         if self.num_candidates is None and self.scope == "global":
             raise UserError("num_candidates: scope=global needs a whole number >= 0, got None")
 
+    @property
+    def knows_rank(self) -> bool:
+        return self.draws or self.scope == "local"
+
     def further_experts(self, num_experts: int, context: RoutingContext) -> int:
         """Number of further experts that a token considers: on its own rank, or beyond its top-k anywhere."""
         most = num_experts - context.top_k if self.scope == "global" else num_experts // context.num_ranks

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
@@ -114,6 +114,7 @@ def policy(kind: _Kind) -> _Kind:
     return pydantic_dataclass(frozen=True, kw_only=True)(kind)
 
 
+@cache
 def decimal(value: float) -> Fraction:
     """The decimal that the user wrote, exactly: 0.7 is 7/10, where the double is a little less."""
     return Fraction(repr(value))
@@ -214,6 +215,11 @@ class Policy:
     def data(self) -> Similarity | None:
         """Data besides scores by which it decides; None = nothing."""
         return None
+
+    @property
+    def knows_rank(self) -> bool:
+        """Whether the same tokens may be routed otherwise on another rank."""
+        return True
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -335,6 +341,10 @@ class SteppedPolicy(Policy):
     def draws(self) -> bool:
         """It decides by random numbers."""
         return False
+
+    @property
+    def knows_rank(self) -> bool:
+        return self.draws  # numbers of its own for each rank
 
     def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
         return context.random_keys(like_TE) if self.draws else None

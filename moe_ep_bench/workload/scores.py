@@ -56,6 +56,7 @@ class Stream(IntEnum):
     REFERENCE = 7
     MOTION = 8
     RANKS = 9
+    MATCHED = 10
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:

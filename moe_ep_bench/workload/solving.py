@@ -106,25 +106,28 @@ def solve_loads(
     wanted_E: NDArray[np.float64],
     most: float,
     num_tokens: int | None = None,
+    start_E: NDArray[np.float64] | None = None,
+    rounds: int = _MOST_ROUNDS,
 ) -> NDArray[np.float64]:
     """Find the log odds at which experts get the loads that are wanted, each to ``LONG_RUN_TOLERANCE`` or two tokens.
 
     An expert that takes a share p of the tokens has arrived in their races with a hazard of -log(1 - p). Its odds are
-    raised by as much as the hazard lacks, over and over; what is left after ``_MOST_ROUNDS`` is reported as achieved.
+    raised by as much as the hazard lacks, over and over; what is left after all rounds is reported as achieved.
 
     Args:
         loads: the experts' loads over the mean, [E], by log odds.
         wanted_E: over the mean; experts without any are never chosen.
         most: the greatest load over the mean there is, experts / top_k.
         num_tokens: in which loads are counted; None = expected ones.
+        start_E: log odds that are near; None = from the loads.
     """
     least, token = (_LEAST_SHARE, 0.0) if num_tokens is None else (0.5 / num_tokens, most / num_tokens)
 
     def log_hazard(load_E: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.log(-np.log1p(-np.clip(load_E / most, least, 1 - least)))
 
-    bias_E = np.where(wanted_E > 0, log_hazard(wanted_E), -_NEVER)
-    for _ in range(_MOST_ROUNDS):
+    bias_E = np.where(wanted_E > 0, log_hazard(wanted_E), -_NEVER) if start_E is None else start_E.copy()
+    for _ in range(rounds):
         load_E = loads(bias_E)
         tolerance_E = np.maximum(LONG_RUN_TOLERANCE * np.maximum(wanted_E, _COLD), 2 * token)
         if (np.abs(load_E - wanted_E) <= tolerance_E).all():

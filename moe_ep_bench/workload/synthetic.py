@@ -37,7 +37,11 @@ scaled to T K in all. It also gives rank 0 the most, which depends on the number
 Which of a power law's experts a token takes is chance, from our own stream: loads are those of the source in
 distribution, not to the token. Scores are a softmax of noise plus what keeps the choice where it belongs.
 
-Shapes: T = tokens of all ranks, E = experts, K = top_k.
+*Matched* batches are samples (``Matched``): few tokens would leave experts more unequal than those do that they stand
+for, and what balances them would look worse than it is. So the log odds are solved for again in each half of every
+rank's tokens, a micro-batch: loads are the traffic's within the chance of all tokens, each expert's to two tokens.
+
+Shapes: T = tokens of all ranks, E = experts, K = top_k, H = halves.
 """
 
 from __future__ import annotations
@@ -81,6 +85,8 @@ _SHARPNESS_ROWS, _ROUNDS_WITH_GROUPS = 4096, 3
 # The copying is solved on so many rows. With a batch peak load that is done twice: tokens that are alike have more of a
 # peak by chance, and so less of a popularity, which is solved on so many tokens at least.
 _COPYING_ROWS, _LEAST_TOKENS = (2048, 8192), 1024
+# Of matched halves: rounds of solving, scores of a thread at once, and the least load over the mean.
+_MATCHING_ROUNDS, _SOLVED_AT_ONCE, _COLDEST = 6, 2**19, 1e-3
 
 
 class Recipe(NamedTuple):
@@ -88,6 +94,13 @@ class Recipe(NamedTuple):
 
     bias_E: NDArray[np.float64]
     sharpness: float
+
+
+class Matched(NamedTuple):
+    """Of whose tokens a batch is a sample: how many there are, and the ranks that have these."""
+
+    num_tokens: int
+    num_sources: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +120,7 @@ class SyntheticWorkload(Workload):
         motion: of popularity over batches; takes some.
         pattern: one of ``targets.PATTERNS`` in place of targets.
         or_chance: where independent tokens already share more, take these.
+        matched: see the module's docstring; None = no tokens stand for others, or their chance is theirs.
 
     Raises:
         ValueError: fields that do not go together. What cannot be met is found when a batch is made, and the message
@@ -129,6 +143,7 @@ class SyntheticWorkload(Workload):
     motion: Motion | None = None
     pattern: str | None = None
     or_chance: bool = False
+    matched: Matched | None = None
     num_groups: int | None = None
     top_groups: int | None = None
     num_history: int = 0
@@ -206,10 +221,12 @@ class SyntheticWorkload(Workload):
             return
         recipe, row_T, first = self._recipe(index), row_numbers(runs), 0
         place_E, sharpness = self._places(index), recipe.sharpness
-        bias_E = recipe.bias_E[place_E]
+        bias_HE, half_T = self._matched(index)
+        bias_HE = bias_HE[:, place_E]
         rule = {"sequence_length": self.sequence_length, "copying": self._copying}
         for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts, **rule):
-            logits_TE = noise_TE[:, place_E] + bias_E  # An expert takes its noise along to its place.
+            logits_TE = noise_TE[:, place_E]  # An expert takes its noise along to its place.
+            logits_TE = logits_TE + (bias_HE[half_T[row_T[first : first + len(noise_TE)]]] if half_T.any() else bias_HE)
             scores_TE = softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
             if self.is_balanced:
                 rows = torch.from_numpy(row_T[first : first + len(scores_TE)])
@@ -358,8 +375,64 @@ class SyntheticWorkload(Workload):
         """Loads over the mean, float64 [E]: counted under some noise, or expected where there is a closed form."""
         if self.batch_peak_load is None and self.num_groups is None:
             return long_run_loads(bias_E, self.top_k)
+        return self._counted(noise, bias_E, sharpness)
+
+    def _counted(self, noise: Chunks, bias_E: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
         load_E = expert_loads(noise, bias_E, self.selection, sharpness)
         return load_E / load_E.mean()
+
+    def _matched(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Log odds of the experts as drawn, float64 [H, E], and the half of each token, int64 [T]: one where none is
+        matched."""
+        if self.matched is None or self.is_balanced or self.batch_peak_load is not None:
+            return self._recipe(index).bias_E[None], np.zeros(0, dtype=np.int64)
+        if index not in self._halves:
+            self._halves[index] = self._solved_halves(index, self.matched)
+        return self._halves[index], self._halves_of(index)
+
+    def _solved_halves(self, index: int, of: Matched) -> NDArray[np.float64]:
+        recipe, most = self._recipe(index), self.num_experts / self.top_k
+        rule = {"sequence_length": self.sequence_length, "copying": self._copying}
+        runs = [Run(0, self.num_tokens)]
+        noise_TE = np.concatenate(list(gumbel_noise(self.seed, index, runs, self.num_experts, **rule)))
+        random, bias_HE = generator(self.seed, Stream.MATCHED, index), []
+        for half in range(2):
+            here_TE = noise_TE[self._halves_of(index) == half]
+            noise = np.array_split(here_TE, -(-here_TE.size // _SOLVED_AT_ONCE))
+            chance_E = random.normal(size=self.num_experts) / np.sqrt(of.num_tokens / 2 / most * self._long_run_loads)
+            wanted_E = self._long_run_loads * np.maximum(1 + chance_E, 0)
+            loads = partial(self._counted, noise, sharpness=recipe.sharpness)
+            given = len(here_TE), recipe.bias_E, _MATCHING_ROUNDS
+            bias_HE.append(solving.solve_loads(loads, wanted_E / wanted_E.mean(), most, *given))
+        return np.array(bias_HE)
+
+    @cached_property
+    def _halves(self) -> dict[int, NDArray[np.float64]]:
+        """Log odds by batch."""
+        return {}
+
+    @cached_property
+    def _long_run_loads(self) -> NDArray[np.float64]:
+        """Of the experts as drawn, over the mean and above 0: float64 [E]."""
+        recipe = self._recipe(0)
+        noise = self._solved_noise(0, self._copying)
+        load_E = self._loads(noise, recipe.bias_E, recipe.sharpness)
+        if self._wanted_loads is None and self.num_groups is not None:
+            # Those of a reference draw have its own unevenness.
+            load_E = load_E - self._loads(noise, np.zeros(self.num_experts), recipe.sharpness) + 1
+        load_E = np.maximum(load_E, _COLDEST)
+        return load_E / load_E.mean()
+
+    def _halves_of(self, index: int) -> NDArray[np.int64]:
+        """Which half of its rank's tokens each of a batch's is in: int64 [T]."""
+        assert self.matched is not None
+        _, start_P, rank_P = self._dealt(index, self.matched.num_sources, None)
+        rank_T = np.repeat(rank_P, np.diff(start_P))
+        order_T = np.argsort(rank_T, kind="stable")
+        tokens_R = np.bincount(rank_T, minlength=self.matched.num_sources)
+        half_T = np.empty(len(rank_T), dtype=np.int64)
+        half_T[order_T] = np.concatenate([2 * np.arange(number) >= number for number in tokens_R])
+        return half_T
 
     def _solved_noise(self, index: int, copying: float, least: int = 0) -> list[NDArray[np.float64]]:
         """The noise that recipes are solved on: of the reference draw as many rows as it takes, or a batch's own.

@@ -241,8 +241,9 @@ def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec:
 
 @every_spec
 def test_who_does_not_know_its_rank_routes_alike_on_all(spec: Spec) -> None:
-    scores_TE = random_scores("softmax", 50, 16, seed=9)
-    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": torch.arange(50) % 2}
+    scores_TE, token_T = random_scores("softmax", 50, 16, seed=9), torch.arange(50)
+    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": token_T % 2, "request_id_T": token_T // 5}
+    spec = fitted(spec, scores_TE, arguments)
     if not make_policy(spec).knows_rank:
         first, last = (route(spec, scores_TE, {**arguments, "rank": rank}) for rank in (0, 3))
         assert_same(first, last)

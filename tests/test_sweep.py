@@ -54,7 +54,13 @@ OTHER = {
 LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "emulate.rebalance", "figures"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
 # Of links by a measured exchange, and of modelled devices (test_exchanges).
-LEFT_OUT |= {"emulate.exchange_sms", "emulate.sample_tokens", "emulate.overlap", "layer.dispatch_dtype"}
+LEFT_OUT |= {
+    "emulate.exchange_sms",
+    "emulate.sample_tokens",
+    "emulate.sample_ranks",
+    "emulate.overlap",
+    "layer.dispatch_dtype",
+}
 
 
 def write(folder: Path, sweep: Mapping[str, Any]) -> Path:

@@ -27,7 +27,7 @@ ROUNDING = 10**-DIGITS
 
 
 class _Fact(JsonRecord):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class Pass(_Fact):

@@ -47,7 +47,7 @@ Count = Annotated[int, Field(ge=1)]
 class JsonRecord(BaseModel):
     """An object of a JSON file: typed, finite, and free to say more."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------

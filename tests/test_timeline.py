@@ -107,7 +107,7 @@ def stepped(chains: list[Chain], step: float = 0.25) -> list[float]:
     Every rank has a list of what it computes, in order, each with the exchange that it needs; a meeting begins once
     all ranks have come, exchanges one at a time on each rank in the order of their chains.
     """
-    num_ranks, meetings = chains[0].num_ranks, list(chains[0].meetings)
+    (num_ranks,), meetings = chains[0].shape, list(chains[0].meetings)
     tasks: list[list[tuple[float, tuple[int, int] | None, tuple[int, int] | None]]] = []
     for rank in range(num_ranks):
         tasks.append([])
@@ -230,6 +230,25 @@ def test_what_an_exchange_holds_is_taken_from_computation() -> None:
     assert times["experts"] == 12.0
     assert times[TOTAL] == 2.0 + 12.0 + 1.0
     assert times["combine"] == 1.0, "the first one is hidden"
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_cases_at_once_are_as_each_by_itself(seed: int, num_ranks: int, num_cases: int, is_held: bool) -> None:
+    random = np.random.default_rng(seed)
+    held_C = random.uniform(0.1, 0.5, num_cases) * is_held
+    cases = [
+        [drawn_chain(random, ORDER, num_ranks, held, whole=False).with_shared_beside() for _ in range(2)]
+        for held in held_C
+    ]
+    assert len({chain.outline for chains in cases for chain in chains}) == 1
+    stacked = [Chain.stacked(chains, num_ranks) for chains in zip(*cases, strict=True)]
+    for composed in (compose, compose_alike):
+        times_CR = composed(stacked)
+        for place, chains in enumerate(cases):
+            alone = composed(chains)
+            assert alone.keys() == times_CR.keys()
+            for phase, times_R in alone.items():
+                assert np.array_equal(times_R, times_CR[phase][place]), phase
 
 
 def test_one_more_layer_of_many_takes_as_long_as_one_that_stands_alone_where_nothing_overlaps() -> None:

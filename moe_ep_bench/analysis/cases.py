@@ -573,13 +573,15 @@ def batch_phases(store: Directory) -> pd.DataFrame:
 @lru_cache(maxsize=4)
 def _routing(store: Directory) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
-    parts = []
-    for case, rows in store.routing.groupby("case"):
-        facts = store.comparisons[store.cases["comparison"][case]].facts
+    parts, of_case = [], store.cases["comparison"]
+    is_replicated = store.cases["facts"].map(lambda facts: facts.role == "replication")
+    cases_N = store.routing["case"]
+    for (comparison, replicated), rows in store.routing.groupby([cases_N.map(of_case), cases_N.map(is_replicated)]):
+        facts = store.comparisons[comparison].facts
         is_contiguous = getattr(facts, "placement", "contiguous") == "contiguous"
-        at_home = is_contiguous and store.cases["facts"][case].role != "replication"
-        parts.append(joined_routing(rows, facts, at_home=at_home))
-    return with_frontier(pd.concat(parts, ignore_index=True), store.frontier)
+        parts.append(joined_routing(rows, facts, at_home=is_contiguous and not replicated))
+    joined = pd.concat(parts, ignore_index=True).sort_values("case", kind="stable", ignore_index=True)
+    return with_frontier(joined, store.frontier)
 
 
 @of_each

@@ -211,10 +211,10 @@ _WEIGHTS = {
 
 
 class Units(NamedTuple):
-    """Rows of one case as units, each a layer, batch and EP group, which all source ranks have a row of.
+    """Rows of cases as units, each a layer, batch and EP group, which all source ranks have a row of.
 
     Attributes:
-        rows: by layer, batch and rank (``bench.result`` writes a row of every unit for each source rank).
+        rows: by case, layer, batch and rank (``bench.result`` writes a row of every unit for each source rank).
         num_sources: Z.
     """
 
@@ -236,7 +236,7 @@ class Units(NamedTuple):
 
 
 def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:
-    """A row per layer, batch and EP group of one case, its source ranks joined.
+    """A row per case, layer, batch and EP group, its source ranks joined; cases are of one comparison.
 
     Args:
         rows: of the table ``routing``.
@@ -251,7 +251,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
     """
     unknown = {name: np.nan for name in (*SENT.values(), *OF_PLANS) if name not in rows}
     rows = rows.assign(ep_group=rows["rank"] // facts.num_ranks, **unknown)
-    rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
+    rows = rows.sort_values(["case", "layer", "batch", "rank"], kind="stable")
     units = Units(rows, rows["rank"].nunique() // rows["ep_group"].nunique())
     joined = rows[["case", "layer", "batch", "ep_group"]].iloc[:: units.num_sources].reset_index(drop=True)
     with warnings.catch_warnings(action="ignore"):  # of units without tokens, pairs or an error
@@ -289,14 +289,17 @@ def _loads(units: Units, num_ranks: int, *, at_home: bool) -> dict[str, Any]:
     in_slots = units.rows["slot_load_P"].notna()
     of_sources = units.rows["slot_load_P"].where(in_slots, units.rows["load_E"]).to_list()
     units_S = [of_sources[first : first + units.num_sources] for first in range(0, len(of_sources), units.num_sources)]
-    activated_U = [(np.sum(load_ZP, axis=0).reshape(num_ranks, -1) > 0).sum(axis=1).max() for load_ZP in units_S]
+    activated_U = np.array(
+        [(np.sum(load_ZP, axis=0).reshape(num_ranks, -1) > 0).sum(axis=1).max() for load_ZP in units_S]
+    )
+    is_known_U = in_slots.groupby(units.rows["case"]).transform("any").to_numpy()[:: units.num_sources] | at_home
     return {
         "fullest_expert": load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
         "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
         "expert_imbalance": imbalance(load_UE),
         "rank_imbalance": imbalance(load_UR),
         "activated_experts": (load_UE > 0).sum(axis=1),
-        "activated_fullest_rank": np.array(activated_U) if in_slots.any() or at_home else np.nan,
+        "activated_fullest_rank": activated_U if is_known_U.all() else np.where(is_known_U, activated_U, np.nan),
         "load_E": list(load_UE),
         "load_R": list(load_UR),
         "pairs_RR": list(load_UZR.reshape(len(load_UE), -1)),

@@ -10,7 +10,7 @@ Shapes: R = virtual ranks, B = batches, C = columns of a sample, M = micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ class EmulatedRanks(Runner):
             for case in self.cases:
                 self.result.rows[case.case_id] += self.traffic[case.case_id].rows
                 self.result.frontiers[case.case_id] += self.traffic[case.case_id].frontiers
-                self._set_side_by_side(case, batch)
+            self._set_side_by_side(batch)
 
     def keep(self, case: int, step: Step, times: list[RankTime]) -> None:
         self._taken[self.cases[case].case_id].append((step.rank, times))
@@ -106,17 +106,25 @@ class EmulatedRanks(Runner):
 
     # ---- ranks side by side ------------------------------------------------------------------------------------------
 
-    def _set_side_by_side(self, case: Case, batch: int) -> None:
-        """Put a case's ranks behind links: the chain of every micro-batch."""
-        taken, parts = self.taken(case), self.traffic[case.case_id].parts(self.point.num_parts)
-        chains = [self._chain(times, part) for times, part in zip(taken, parts, strict=True)]
-        if self.point.overlap != NO_OVERLAP:
-            chains = [chain.with_shared_beside() for chain in chains]
-        is_one_of_many = len(chains) > 1 and self.point.scope == "layer"
-        times = {**(compose_alike if is_one_of_many else compose)(chains), **taken[0].beside}
-        whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
-        self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, slice(None))
-        self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, slice(None))
+    def _set_side_by_side(self, batch: int) -> None:
+        """Put the ranks of all cases behind links: every micro-batch's chain, of cases with one outline at once."""
+        by_outline: dict[object, list[tuple[Case, list[Chain], Mapping[str, Any]]]] = {}
+        for case in self.cases:
+            taken, parts = self.taken(case), self.traffic[case.case_id].parts(self.point.num_parts)
+            chains = [self._chain(times, part) for times, part in zip(taken, parts, strict=True)]
+            if self.point.overlap != NO_OVERLAP:
+                chains = [chain.with_shared_beside() for chain in chains]
+            outline = tuple(chain.outline for chain in chains)
+            by_outline.setdefault(outline, []).append((case, chains, taken[0].beside))
+        is_one_of_many = self.point.num_parts > 1 and self.point.scope == "layer"
+        for alike in by_outline.values():
+            chains = [Chain.stacked(part_C, self.num_ranks) for part_C in zip(*(one[1] for one in alike), strict=True)]
+            times_CR = (compose_alike if is_one_of_many else compose)(chains)
+            for place, (case, _, beside) in enumerate(alike):
+                times = {**{name: time_us[place] for name, time_us in times_CR.items()}, **beside}
+                whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
+                self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, slice(None))
+                self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, slice(None))
 
     def _chain(self, times: RankTime, traffic: Traffic) -> Chain:
         """A micro-batch's way through all ranks."""

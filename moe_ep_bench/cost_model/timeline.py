@@ -22,7 +22,9 @@ halves without held SMs are never slower than both in one, and halve it where ex
 A pass of a whole model is cut likewise, at the meetings of all its MoE layers in order: phases and meetings are then
 (layer, phase), as (3, "wait_dispatch").
 
-Shapes: R = ranks.
+Chains of cases that pass the same phases may be worked out at once (``Chain.stacked``).
+
+Shapes: R = ranks, C = cases.
 """
 
 from __future__ import annotations
@@ -130,12 +132,38 @@ class Chain:
     legs: Sequence[Leg]
     meetings: Sequence[PhaseKey]
     link_us: Mapping[PhaseKey, NDArray[np.float64]]
-    held: Mapping[PhaseKey, float] = field(default_factory=dict)
+    held: Mapping[PhaseKey, Any] = field(default_factory=dict)
     beside: Mapping[PhaseKey, Leg] = field(default_factory=dict)
 
     @property
-    def num_ranks(self) -> int:
-        return max(np.size(time_us) for leg in self.legs for time_us in leg.values())
+    def shape(self) -> tuple[int, ...]:
+        """[R], or [C, R] of stacked ones."""
+        return np.broadcast_shapes((1,), *(np.shape(time_us) for leg in self.legs for time_us in leg.values()))
+
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        """Equal where chains pass the same phases and meetings, which hold multiprocessors or none alike."""
+        is_held = tuple(bool(self.held.get(meeting)) for meeting in self.meetings)
+        beside = tuple((meeting, tuple(leg)) for meeting, leg in self.beside.items())
+        return tuple(map(tuple, self.legs)), tuple(self.meetings), is_held, beside
+
+    @staticmethod
+    def stacked(chains: Sequence[Chain], num_ranks: int) -> Chain:
+        """Chains with one outline as one, whose values are [C, R], and what is held [C, 1]."""
+
+        def joined(values_C: Sequence[Mapping[PhaseKey, Any]]) -> dict[PhaseKey, NDArray[np.float64]]:
+            return {
+                key: np.stack([np.broadcast_to(values[key], num_ranks) for values in values_C]) for key in values_C[0]
+            }
+
+        first = chains[0]
+        return Chain(
+            [joined(legs) for legs in zip(*(chain.legs for chain in chains), strict=True)],
+            first.meetings,
+            joined([chain.link_us for chain in chains]),
+            {meeting: np.array([[chain.held[meeting]] for chain in chains]) for meeting in first.held},
+            {meeting: joined([chain.beside[meeting] for chain in chains]) for meeting in first.beside},
+        )
 
     def with_shared_beside(self) -> Chain:
         """The same with what the shared experts take ahead of a dispatch moved beside it."""
@@ -164,9 +192,9 @@ def compose(chains: Sequence[Chain]) -> Leg:
         chains: one, or two with the same meetings, which take turns.
 
     Returns:
-        Microseconds by phase, waiting included, and ``total``, when a rank is done: float64 [R] each.
+        Microseconds by phase, waiting included, and ``total``, when a rank is done: float64 [R] each, or [C, R].
     """
-    ranks = _Ranks(chains[0].num_ranks)
+    ranks = _Ranks(chains[0].shape)
     under_way: list[_Meeting | None] = [None] * len(chains)
     for number in range(len(chains[0].meetings) + 1):
         for place, chain in enumerate(chains):
@@ -196,7 +224,7 @@ class _Meeting:
     name: PhaseKey
     begin_us_R: NDArray[np.float64]
     link_us_R: NDArray[np.float64]
-    held: float
+    held: Any
 
     @property
     def end_us_R(self) -> NDArray[np.float64]:  # noqa: N802
@@ -206,9 +234,9 @@ class _Meeting:
 class _Ranks:
     """The clock of every rank's computation, its exchanges, and what its time went into."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.now_R = np.zeros(num_ranks)
-        self.times: Leg = defaultdict(lambda: np.zeros(num_ranks))
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.now_R = np.zeros(shape)
+        self.times: Leg = defaultdict(lambda: np.zeros(shape))
         # The last ones, of one chain each: those before them ended ahead of whatever comes.
         self.exchanges: list[_Meeting] = []
 
@@ -216,7 +244,7 @@ class _Ranks:
         work_us_R = np.zeros_like(self.now_R) + sum(leg.values())
         end_us_R = self._end_of(work_us_R)
         slower_R = np.divide(end_us_R - self.now_R, work_us_R, out=np.ones_like(work_us_R), where=work_us_R > 0)
-        is_held = any(exchange.held for exchange in self.exchanges)
+        is_held = any(np.any(exchange.held) for exchange in self.exchanges)
         for phase, time_us in leg.items():
             self.times[phase] = self.times[phase] + (time_us * slower_R if is_held else time_us)
         self.now_R = end_us_R
@@ -225,15 +253,15 @@ class _Ranks:
         """When work that begins now is done, slower where an exchange holds some of the multiprocessors."""
         now_R, left_R = self.now_R.copy(), work_us_R.copy()
         for exchange in self.exchanges:
-            if exchange.held:
+            if np.any(exchange.held):
                 for until_R, speed in ((exchange.begin_us_R, 1.0), (exchange.end_us_R, 1.0 - exchange.held)):
                     took_R = np.minimum(np.maximum(until_R - now_R, 0.0), left_R / speed)
                     now_R, left_R = now_R + took_R, np.maximum(left_R - took_R * speed, 0.0)
         return now_R + left_R
 
-    def meet(self, name: PhaseKey, link_us_R: NDArray[np.float64], held: float) -> _Meeting:
+    def meet(self, name: PhaseKey, link_us_R: NDArray[np.float64], held: Any) -> _Meeting:
         """It begins once all ranks have come, an exchange on each rank once the one before it is over there."""
-        begin_us_R = np.full_like(self.now_R, self.now_R.max())
+        begin_us_R = np.zeros_like(self.now_R) + self.now_R.max(axis=-1, keepdims=True)
         if is_exchange := layer_and_phase(phase_of_meeting(name))[1] in EXCHANGES:
             for before in self.exchanges[-1:]:
                 begin_us_R = np.maximum(begin_us_R, before.end_us_R)

@@ -264,11 +264,14 @@ def _statistics(
         first = router.tokens(layer, batch, 0)
         wide = [case for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
 
-    def stats_of(tokens: Tokens) -> list[Tensor]:
-        return [router.stats_of(case, tokens.seen_by(case)) for case in wide]
-
     if not wide:
         return {}
+    kinds = [case.case_id if case.policy.stats_by_field else type(case.policy) for case in wide]
+    firsts = {kind: case for kind, case in reversed(list(zip(kinds, wide, strict=True)))}
+
+    def stats_of(tokens: Tokens) -> list[Tensor]:
+        return [router.stats_of(case, tokens.seen_by(case)) for case in firsts.values()]
+
     sums, *others = router.for_sources(stats_of, layer, batch)
     with torch.inference_mode():
         for of_rank in others:
@@ -276,7 +279,8 @@ def _statistics(
                 total += of_case
         for total in sums:
             total *= router.point.world_size // router.point.num_sources
-    return {case.case_id: total.unbind() for case, total in zip(wide, sums, strict=True)}
+    of_kinds = {kind: total.unbind() for kind, total in zip(firsts, sums, strict=True)}
+    return {case.case_id: of_kinds[kind] for case, kind in zip(wide, kinds, strict=True)}
 
 
 def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:

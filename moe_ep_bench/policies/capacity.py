@@ -257,6 +257,7 @@ class BudgetDrop(SteppedPolicy):
 
     name = "budget_drop"
     acts_in = ("prefill",)
+    stats_by_field = False
 
     max_dropped: Share | None = None
     max_lost_mass: Share | None = None

@@ -549,9 +549,9 @@ class EmulateConfig(Strict):
     """``measured``: this device. Modelled: a name of data/devices/, such a file, or
     ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
     sample_tokens: int | None = Field(None, ge=1)
-    """Tokens of a batch that are drawn and routed, each in place of as many; a divisor of the batch's; null = all."""
+    """Tokens routed for all of a batch; a divisor; null = all."""
     sample_ranks: int | None = Field(None, ge=1)
-    """Ranks whose tokens ``sample_tokens`` are, each in place of as many; a divisor of the ranks; null = all."""
+    """Ranks that have them; a divisor; null = all."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()

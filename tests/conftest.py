@@ -74,7 +74,6 @@ UNDRAWN = (
     "quality",
     "quality_tasks",
     "route",
-    "serve",
     "tables",
 )
 

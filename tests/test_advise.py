@@ -530,7 +530,7 @@ def test_decode_is_asked_of_one_token_of_each_request() -> None:
     names = {label.split()[0] for label in candidates_of(question)}
     assert {"oea", "xshare", "token_drop"} <= names
     assert said_of(question) == (
-        "left out: xshare: by request, where a step has one token of each",
+        "left out: xshare: needs several tokens of a request in a step",
         "left out: llep, ultra: a step of decode is too short to move weights",
     )
     balancers = [{}, {"balancer": "lp"}, {"balancer": "activated"}, {"plan": "variance"}]
@@ -607,7 +607,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     step = asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace)
     assert {one.workload.arrangement for one in experiments_of(step)} == {"decode"}
     assert "assumed: requests that decode route as their prompts did" in said_of(step)
-    by_request = "left out: xshare: by request, where a step has one token of each"
+    by_request = "left out: xshare: needs several tokens of a request in a step"
     assert by_request in said_of(step)
     several = ("--set", "workload.tokens_per_request=2")
     assert by_request not in said_of(asked(*olmoe[:4], "--decode-tokens", 64, "--trace", full_trace, *several))

@@ -272,7 +272,7 @@ def test_ep_groups_that_never_meet_are_reduced_by_themselves(tmp_path):
     store = load(tmp_path / "two")
     assert len(routing(store)) == 2 * len(routing(load(tmp_path / "one")))
     (line,) = [line for line in notes(store, "two", "c0") if "EP groups" in line]
-    assert line.startswith("2 EP groups, which never meet: times and loads are means over them")
+    assert line.startswith("2 independent EP groups: times and loads are means over them")
 
 
 def test_ep_groups_of_unequal_tokens_count_by_what_they_hold(tmp_path):

@@ -174,7 +174,7 @@ def test_what_few_tokens_have_by_chance_is_told_from_a_skew(tmp_path, targets, w
     lines = lines_of(tmp_path, tokens=16, facts={"workload": workload})
     said = [line for line in lines if "chance" in line and "verdicts" not in line]
     assert [line.startswith(words or "") for line in said] == [True] * (words is not None)
-    assert any("in one draw; other draws" in line for line in lines) == any(
+    assert any("at random once; other seeds" in line for line in lines) == any(
         targets.get(name) for name in ("peak_load", "batch_peak_load")
     )
 
@@ -232,7 +232,7 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
             for n, more in enumerate((weak, disturbed))
         ],
     )
-    begins = ("disturbed machine", "warm-up did not settle", "launch-bound", "simpler than Tiny-MoE's")
+    begins = ("disturbed machine", "warm-up did not settle", "launch-bound", "the layer is simpler than Tiny-MoE's")
     found = warnings(load(tmp_path))
     assert len(found) == 6
     assert all(line.startswith(f"{begin}: ") for begin, line in zip(begins, found, strict=False))
@@ -338,11 +338,17 @@ REPEATED |= {"recording": {"model": "Tiny-MoE", "sources": [{"num_tokens": 600},
         ({"probe_overhead": 0.05}, "probes cost up to 5.0 %"),
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "do not compare phase shares with a paper's"),
-        ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
+        (
+            {"facts": {"departures": ["The biases are left out."]}},
+            "the layer is simpler than Tiny-MoE's: The biases are left out.",
+        ),
         ({"facts": {"workload": REPEATED}}, "takes 2,048 of it: it repeats them 3.41 times, so batches are alike"),
         ({"host_share": 1.1}, "launch-bound: in up to 100.0 %"),
-        ({"unclocked": ["topk"]}, "waits for the GPU where no clock sees it (topk: mine.py:7): "),
-        ({"conditions": {"warm_up": {"settled": False, "change": -0.08}}}, "did not settle: its last round took -8.0"),
+        ({"unclocked": ["topk"]}, "waits for the GPU in operations that are not timed (topk: mine.py:7): "),
+        (
+            {"conditions": {"warm_up": {"settled": False, "change": -0.08}}},
+            "did not settle: its last round differs by -8.0",
+        ),
         (
             {"conditions": {"rank": {"machine": {**QUIET_MACHINE, "machine_cpu_s": 80.0}}}},
             "other processes used 6.00 cores",

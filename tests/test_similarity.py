@@ -247,4 +247,4 @@ def test_experts_of_another_model_are_said_where_the_run_ends(
     path = config(tmp_path, "asked", policies=own, model=olmoe)
     assert cli.main(["route", str(path), "--out", str(tmp_path / "out")]) == OK
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("warning: data: sere decides by Mixtral-8x7B's, not OLMoE-1B-7B's") == is_other
+    assert told.count("warning: data: sere uses data of Mixtral-8x7B, not of OLMoE-1B-7B") == is_other

@@ -184,7 +184,7 @@ def test_batches_ahead_leave_those_that_are_served_as_they_are(tmp_path: Path) -
         ({}, {"mix": "sequence", "order": "shuffled"}, "mix: sequence keeps the order of recordings"),
         ({"window": 0}, {}, "window: expected"),
         ({"plan_ms": 1}, {"order": "shuffled"}, "emulate.replication.0.plan_ms: expected none with workload.order"),
-        ({"lag": 2}, {"kind": "synthetic"}, "emulate.replication.0.lag: expected a window or every beside it"),
+        ({"lag": 2}, {"kind": "synthetic"}, "emulate.replication.0.lag: expected window or every to be set too"),
     ],
 )
 def test_windows_that_cannot_be_are_refused(

@@ -51,7 +51,7 @@ MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of 
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: do not compare phase shares with a paper's"
-READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
+READING = "loads, activated experts and traffic include computed padding; drops and mass kept cover valid tokens only"
 
 # A sentence with braces, and what fills them.
 Note = tuple[str, Any]
@@ -147,7 +147,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ("{}", peaks and peak_words(peaks)),
         ("{}", layers_words(facts)),
         (
-            "of each batch {:,} tokens were drawn, each in place of {}: they tell the fullest rank's load to {:.1f} % "
+            "each batch is a sample of {:,} tokens, each standing for {}: the fullest rank's load is known to {:.1f} % "
             "(three standard errors)",
             _sampled(facts, _of(ok, "baseline")),
         ),
@@ -158,13 +158,13 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
         ),
         ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
         (
-            "busy experts were placed on ranks at random, in one draw; other draws differ (sweep workload.seed)",
+            "busy experts were placed on ranks at random once; other seeds give other placements (sweep workload.seed)",
             bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw,
         ),
         (f"{READING}; native spends {{:.1f}} % of its pairs on it", padding),
         (
             "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and "
-            "what policies choose by scores (oea, xshare, drops by score), say nothing of the model",
+            "what policies choose by scores (oea, xshare, drops by score), do not describe the model",
             is_assumed,
         ),
     ]
@@ -214,7 +214,7 @@ def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Not
     return [
         ("{}", "; ".join(f"{name}: {component_words(part)}" for name, part in parts.items() if part)),
         (
-            "{} EP groups, which never meet: times and loads are means over them; slowest EP group takes longest in "
+            "{} independent EP groups: times and loads are means over them; slowest EP group takes longest in "
             "each iteration",
             ran and facts.num_replicas > 1 and facts.num_replicas,
         ),
@@ -256,7 +256,7 @@ def _of_servers(facts: ServedFacts, rows: pd.DataFrame, ok: pd.DataFrame) -> lis
     spread = spread if facts.num_batches >= MIN_BATCHES else f"(min..max: fewer than {MIN_BATCHES} rounds)"
     how = {
         "together": "all servers were up, and rounds went from one to the next",
-        "in_turn": "servers were up one after another, so that pairs stand minutes apart",
+        "in_turn": "servers were up one after another, so that pairs are minutes apart",
     }
     return [
         (f"prompts: {words}, answers of at most {{:,}} tokens, temperature 0", facts.max_tokens),
@@ -323,7 +323,7 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             list(dict.fromkeys(line for launch in launches for line in disturbances(launch.machines))),
         ),
         (
-            "warm-up did not settle: its last round took {} against the round before",
+            "warm-up did not settle: its last round differs by {} from the round before",
             [f"{100 * change:+.1f} %" for change in changes if change is not None],
         ),
         (
@@ -349,7 +349,7 @@ def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[N
             bound,
         ),
         (
-            "the host waits for the GPU where no clock sees it ({}): part of the host's time may be waiting",
+            "the host waits for the GPU in operations that are not timed ({}): part of the host's time may be waiting",
             _unclocked(ok, launches),
         ),
         ("the baseline was not measured, so there are no speedups", native.empty),
@@ -408,7 +408,7 @@ def _weak_scores(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[
             ", ".join(idle["label"]),
         ),
         (
-            "data: {} decides by {}'s, not {}'s",
+            "data: {} uses data of {}, not of {}",
             [(policy, of, model) for policy, of in used if not is_same_model(of, model)],
         ),
         (
@@ -427,7 +427,7 @@ def is_same_model(named: str, model: str) -> bool:
 def _weak_phases(one: Comparison, rows: pd.DataFrame) -> list[Note]:
     facts, overhead = one.facts, _most(rows, "probe_overhead")
     return [
-        ("simpler than {}'s: {}", [(facts.model, departure) for departure in facts.departures]),
+        ("the layer is simpler than {}'s: {}", [(facts.model, departure) for departure in facts.departures]),
         (
             f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
             _beyond(_most(rows, "breakdown_unaccounted_share"), MAX_UNACCOUNTED),

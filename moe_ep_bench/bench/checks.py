@@ -47,11 +47,11 @@ def check_experiment(experiment: Experiment, backend: str, world_size: int) -> N
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
     allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device"
     refuse(runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype)
-    sent = "null where ranks are real: they send what the layer computes"
+    sent = "null with real ranks, which send the layer's dtype"
     refuse(backend == RANKS and layer.dispatch_dtype, "layer.dispatch_dtype", sent, layer.dispatch_dtype)
     gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
     refuse(runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}")
-    own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
+    own_width = "routed experts as wide as the layer, if layers run; others are modelled (emulate.device)"
     refuse(runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}")
     rooted, version = model.score_function == "sqrtsoftplus", version_of("megatron-core") or "0"
     newer = "softmax or sigmoid scores where layers run before Megatron-Core 0.18; others are modelled (emulate.device)"
@@ -77,7 +77,7 @@ def _check_emulated(experiment: Experiment) -> None:
     _check_sample(experiment)
     halves = "none or shared where layers are measured, for halves of a batch are modelled (emulate.device)"
     refuse(overlap == TWO_BATCH and is_measured, "emulate.overlap", halves, overlap)
-    stands_in = "any but decode, for emulate stands in for an all-to-all"
+    stands_in = "any but decode, because emulate models an all-to-all"
     gathers = layer.experts == "decode" and experiment.emulate.device == MEASURED
     refuse(gathers, "layer.experts", stands_in, "decode, to which all tokens are gathered")
 

@@ -470,7 +470,7 @@ class RebalanceConfig(Lossless):
     @model_validator(mode="after")
     def _check(self) -> RebalanceConfig:
         if self.name == "moonep" and "least_pairs" in self.model_fields_set:
-            raise UserError("least_pairs: expected none beside moonep, which makes ranks equal by however few pairs")
+            raise UserError("least_pairs: expected none with moonep, which always balances all ranks")
         return self
 
     @property
@@ -624,7 +624,7 @@ class Experiment(SweepPoint):
                 expected = "none with workload.order: shuffled, whose batches do not follow each other"
                 raise UserError(f"emulate.replication.{number}.{asked[0]}: expected {expected}")
             if asked and self.windows(one).window is None:
-                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected a window or every beside it")
+                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected window or every to be set too")
             if one.spare_budget is not None and (shuffled or not isinstance(workload, RecordedConfig)):
                 expected = "a recording, by arrival: the window of the first plan says which layers gain"
                 raise UserError(f"emulate.replication.{number}.spare_budget: expected {expected}")

@@ -228,7 +228,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
         if key == "scope":
-            raise UserError(f"{path}: sweep.scope: expected scope outside of sweep; layers and models stand apart")
+            raise UserError(f"{path}: sweep.scope: expected scope outside of sweep; it cannot be swept")
     experiments = []
     for chosen in itertools.product(*sweep.values()):
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)

@@ -62,7 +62,7 @@ _SENT = {
 }
 OVERLAP_WORDS = {
     "none": "no overlap",
-    "shared": "shared experts beside dispatch",
+    "shared": "shared experts during dispatch",
     "two_batch": "two micro-batches that overlap",
 }
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
@@ -319,7 +319,7 @@ def describe_device(
     speeds = ", ".join(f"{dtype} {speed:g}" for dtype, speed in device.speeds.items())
     speeds = f" GEMMs of {speeds} times as fast ({device.speeds_basis});" if speeds else ""
     passes = " Transformer Engine's passes between GEMMs (modelled);" if device.experts_as == "te" else ""
-    slow = f", {', '.join(device.slow_policies)} longer, as on an H200" if device.slow_policies else ""
+    slow = f", {', '.join(device.slow_policies)} take longer, as on an H200" if device.slow_policies else ""
     source = "modelled by" if experts is None else f"{_expert_words(experts, num_tokens)}; the rest modelled by"
     return (
         f"{source} devices/{device.name}: roofline of {device.bf16_tflops:g} bf16 TFLOP/s,"
@@ -428,8 +428,8 @@ _LACKING = {
     "decode": "no gain at prefill, where a batch activates all experts",
     "prefill": "a step of decode is too short to move weights",
     "scores": "looks past the top-k, of which the recording has no scores",
-    "requests": "by request, where a step has one token of each",
-    "ranks": "replicas and moved weights are of one layer, on several ranks",
+    "requests": "needs several tokens of a request in a step",
+    "ranks": "replicas and moved weights need one layer on several ranks",
 }
 
 
@@ -516,7 +516,7 @@ def skew_words(layers: SkewLayers) -> str:
     """How far the layers differ that a named skew stands for."""
     least, median, greatest = layers.relief
     return (
-        f"one layer stands for {layers.num_layers}: a cut at capacity factor 1 shrinks their fullest ranks by factors "
+        f"one layer stands for {layers.num_layers}: capacity factor 1 reduces their fullest ranks by factors "
         f"of {least:.2f} to {greatest:.2f} (median {median:.2f})"
     )
 

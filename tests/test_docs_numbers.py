@@ -13,6 +13,8 @@ from gpu_pages import SEEN, SETTINGS, of_h100, of_h200
 
 from moe_ep_bench.analysis.answer_costs import orderings_met
 from moe_ep_bench.analysis.store import load
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "results" / "reference"
@@ -452,3 +454,13 @@ def test_no_number_of_a_gpus_page_is_left_over(page: str) -> None:
         text = text.replace(sentence, "")
     text = re.sub("|".join([r"`[^`]*`", r"\]\([^)]*\)", *SEEN, *SETTINGS]), "", text)
     assert not [word for word in text.split() if re.search(r"\d", word)]
+
+
+@pytest.mark.parametrize("name", ["whatif-skew", "balance-recorded-modelled"])
+def test_a_modelled_reference_rests_on_todays_figures(name: str) -> None:
+    """Where a device's or a link's figures change, ``launch/references.sh`` makes it anew."""
+    timed = [one.facts for one in load(REFERENCE / name).comparisons]
+    assert timed
+    for facts in timed:
+        assert facts.device == Device.load(facts.device.name).facts
+        assert facts.links == Links.load(facts.links.name).facts(facts.links.bandwidth_scale)

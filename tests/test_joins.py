@@ -122,6 +122,7 @@ def test_every_two_directories_stand_beside_each_other_in_every_format(first: Pa
         check_order(pair)
 
 
+@pytest.mark.slow
 def test_all_directories_stand_beside_each_other_in_every_format_on_a_page_and_in_figures(tmp_path: Path) -> None:
     check(READ, tmp_path)
     check_order(READ)

@@ -381,6 +381,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(tmp_path: Path
 # ---- Figure 4 of arXiv 2503.05066 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_figure_4_is_met_to_015_on_average_but_for_mixtral(traces: Path, tmp_path: Path) -> None:
     """By the traffic that was chosen beforehand: recorded layers of DeepSeek-V2-Lite, fitted skews of the others.
 

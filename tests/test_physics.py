@@ -60,6 +60,7 @@ def of_factors(rows: pd.DataFrame, policy: str) -> pd.DataFrame:
     return rows[rows["policy"] == policy].sort_values("capacity_factor")
 
 
+@pytest.mark.slow
 def test_what_binds_nothing_is_the_models_top_k_and_its_routing_alone_takes_longer(answers: Answers) -> None:
     rows, device = answers(), Device.load("h100-sxm")
     unbound = rows.loc[["token_drop capacity_factor=64.0", "pruned k0=8"]]
@@ -80,6 +81,7 @@ def test_more_capacity_drops_less_keeps_more_and_takes_longer(answers: Answers, 
     assert rows["median_ms"].is_monotonic_increasing
 
 
+@pytest.mark.slow
 def test_routing_knows_neither_links_nor_device_nor_the_clock(answers: Answers) -> None:
     usual, routed = answers()[ROUTED], answers("route")
     shared = [label for label in routed.index if label in usual.index]
@@ -91,6 +93,7 @@ def test_routing_knows_neither_links_nor_device_nor_the_clock(answers: Answers) 
     assert (np.diff(fast_to_slow) > 0).all()
 
 
+@pytest.mark.slow
 def test_larger_batches_take_longer_but_less_a_token(answers: Answers) -> None:
     sizes = (256, 1024, 4096, 16384)
     times = np.array([native_ms(answers(workload__num_tokens=size, policies=[{"name": "topk"}])) for size in sizes])
@@ -98,6 +101,7 @@ def test_larger_batches_take_longer_but_less_a_token(answers: Answers) -> None:
     assert (np.diff(np.array(sizes) / times) > 0).all()
 
 
+@pytest.mark.slow
 def test_skew_slows_native_alone_and_makes_capacities_drop_more(answers: Answers) -> None:
     by_skew = [answers(workload__peak_load=load) for load in (1.5, 3.0, 6.0)]
     assert (np.diff([native_ms(rows) for rows in by_skew]) > 0).all()
@@ -107,6 +111,7 @@ def test_skew_slows_native_alone_and_makes_capacities_drop_more(answers: Answers
     assert (np.diff(dropped[:, 0]) > 0).all()
 
 
+@pytest.mark.slow
 def test_solving_adds_its_time_and_another_batch_nothing(answers: Answers) -> None:
     how = [{"spare_per_rank": 1, "balancer": "lp", "solve_us": solve_us} for solve_us in (0.0, 50.0)]
     rows = answers(emulate={**USUAL["emulate"], "replication": how})

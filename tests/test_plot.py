@@ -68,6 +68,7 @@ def plotted(root: Path, *arguments: str | Path) -> tuple[int, Path]:
 # ---- directories ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_directories_stand_in_one_figure_and_are_told_apart(good: Path, tmp_path: Path) -> None:
     other = run_at(tmp_path / "other", num_ranks=4)
     same = shutil.copytree(good, tmp_path / "same")
@@ -77,6 +78,7 @@ def test_directories_stand_in_one_figure_and_are_told_apart(good: Path, tmp_path
     assert set(rows["title"]) == {f"{of_two} good", f"{of_two} same", "Tiny-MoE, EP 4, 4,096 tokens"}
 
 
+@pytest.mark.slow
 def test_figures_land_beside_one_directory_and_are_the_same_bytes_in_another_process(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def words(folder: Path) -> Tensor:
 # --- Numbers beside oracles ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_costs_of_answers_are_torchs_own(model: Any, words: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "_LOGITS_AT_ONCE", 3000)  # a few tokens at a time
     with torch.inference_mode():
@@ -298,6 +299,7 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     assert drop["fullest_rank"] < 0.7 * drop["rank_imbalance"]
 
 
+@pytest.mark.slow
 def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> None:
     def costs_of(means_B: list[float], sizes_B: list[int]) -> pd.DataFrame:
         index = [(batch, (batch, item)) for batch, size in enumerate(sizes_B) for item in range(size)]
@@ -474,6 +476,7 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
     assert again["held_out_nats"] == pytest.approx(facts["held_out_nats"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path: Path) -> None:
     (tmp_path / "heldout.txt").write_text("".join(script.corpus()[1]))
     dropping = {"name": "token_drop", "capacity_factor": 1.0}

@@ -134,6 +134,7 @@ def test_scores_are_those_of_every_continuation_alone(batch_size: int, max_lengt
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.slow
 def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(model: Any) -> None:
     lengths: list[int] = []
     routing = TaskRouting(make_policy({"name": "topk"}), num_ranks=2)

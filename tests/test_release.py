@@ -121,3 +121,23 @@ def test_clone_is_installed_by_hatchling_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "editables", None)  # which set-up does not install
     assert (tmp_path / build.build_editable(str(tmp_path))).exists()
+
+
+def releases(text: str) -> dict[str, tuple[int, ...]]:
+    """The releases that lines of requirements start from or pin, by package; trailing zeros count for nothing."""
+    found = re.findall(r"^([\w.-]+)(?:>=|==)([\d.]+)", text, re.MULTILINE)
+    return {
+        name.lower().replace("_", "-"): tuple(map(int, re.sub(r"(\.0)+$", "", release).split(".")))
+        for name, release in found
+    }
+
+
+def test_oldest_packages_that_ci_tries_are_those_that_are_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = releases("\n".join(project["dependencies"]))
+    assert len(allowed) == len(project["dependencies"]), "each has an oldest release"
+    # The pins of Python 3.12 have the oldest torch.
+    pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "launch" / "constraints.txt").read_text(), re.MULTILINE)
+    assert allowed.pop("torch") == min(releases(f"torch=={one}")["torch"] for one in pinned)
+    tried = releases((ROOT / "launch" / "constraints-oldest.txt").read_text())
+    assert {name: tried.get(name) for name in allowed} == allowed

@@ -224,6 +224,7 @@ def test_a_program_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
         Server("no-such-program {port}", "m", os.environ, tmp_path / "log", 60).start()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_command_and_all_servers(tmp_path: Path) -> None:
     config = config_in(tmp_path, "--child --first-ms 500")
     command = [sys.executable, "-m", "moe_ep_bench", "serve", str(config), "--out", str(tmp_path / "out")]
@@ -260,6 +261,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_case_has_its_own_server_and_is_asked_the_same(done: Path) -> None:
     assert sorted(words[2] for words in noted(done, "start")) == ["None", "None", "token_drop", "topk"]
     rows = rows_in(done)
@@ -348,6 +350,7 @@ def test_the_figure_has_the_floor_of_each_quantity_and_all_shares_of_equal_answe
     assert ends == pytest.approx((-5, 105))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bunch", [1, 5])
 def test_pieces_in_bunches_are_warned_of(tmp_path: Path, bunch: int, capsys: pytest.CaptureFixture[str]) -> None:
     options = f"--token-ms 100 --bunch {bunch}"
@@ -366,6 +369,7 @@ def test_what_is_finished_is_not_repeated(done: Path, capsys: pytest.CaptureFixt
     assert (done / "log").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_lost_server_is_a_row_with_its_reason_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +391,7 @@ def test_a_lost_server_is_a_row_with_its_reason_and_the_others_go_on(
     assert left_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_servers_in_turn_are_up_one_at_a_time_and_each_start_is_a_launch(tmp_path: Path) -> None:
     config = config_in(tmp_path, policies=[DROP], servers="in_turn", starts=2, rounds=2, requests=2, alone=0)
     assert serve(config) == OK
@@ -408,6 +413,7 @@ def test_a_running_server_is_asked_and_left_alone(tmp_path: Path, capsys: pytest
     assert noted(tmp_path, "start") == []
 
 
+@pytest.mark.slow
 def test_two_jobs_are_compared_by_their_own_native(done: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path, "--first-ms 200", acts_in=["prefill", "decode"])
     assert serve(config) == OK

@@ -110,6 +110,7 @@ def test_counts_that_no_policy_comes_to_are_an_error() -> None:
         assert ("topk changed 3 of 256 top-k pairs" in router.problem()) == (spec["name"] == "topk")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FACTS)
 @pytest.mark.parametrize(
     "spec",

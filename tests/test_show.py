@@ -156,6 +156,7 @@ def test_labels_in_short_name_no_keys_but_where_two_would_be_one():
     assert short(ways[0]) == ["EPLB + LP, 1 spare"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
@@ -187,6 +188,7 @@ def test_a_policy_that_drops_nearly_all_is_said_to_compute_nothing(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modelled", [False, True])
 @pytest.mark.parametrize("lost", [["dropped %"], ["drop %", "reroute %"]], ids=len)
 def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled, lost):
@@ -206,6 +208,7 @@ def test_the_end_of_a_run_is_columns_that_fit_100_characters(tmp_path, modelled,
     assert "warning: " not in text
 
 
+@pytest.mark.slow
 def test_speedups_over_topk_stand_beside_those_over_native_where_they_differ(tmp_path):
     """At the end of a run, in tables and on the page: 1.2 over native is 1.5 over what runs the same kernels."""
     listed = [*standard_cases()[3:], FakeCase("topk", speedup=0.8), FakeCase("oea", speedup=1.2)]
@@ -277,6 +280,7 @@ def test_clocks_of_cases_stand_side_by_side_and_another_than_natives_is_warned_o
     assert not told or "-4.0 %" in warned[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capped"),
     [

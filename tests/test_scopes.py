@@ -63,6 +63,7 @@ SAME += ["num_topk_pairs", "tokens_without_expert"]
 ALIKE = ["retained_mass_topk", "experts_per_token", "topk_share", "entropy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["emulate", "route"])
 def test_every_scope_routes_alike(other: str, outs: dict[str, Path]) -> None:
     """On real ranks over gloo: which batch is timed first, and how often, changes nothing."""

@@ -73,6 +73,7 @@ def all_are_right(out: Path, how: str, num_ranks: int) -> None:
     assert routing["reference_error"].max() < (1e-4 if how == "cpu" else 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ANYWHERE)
 @pytest.mark.parametrize("stage", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_every_policy_on_two_shared_ranks(stage: dict, how: str, tmp_path: Path) -> None:

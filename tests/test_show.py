@@ -336,6 +336,7 @@ REPEATED = {"kind": "recorded", "description": "", "tail_model": None}
 REPEATED |= {"recording": {"model": "Tiny-MoE", "sources": [{"num_tokens": 600}, {"num_tokens": 2048}]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
@@ -411,6 +412,7 @@ def test_a_latex_table_has_a_caption_of_one_sentence_and_all_else_as_notes(direc
     assert not [line for line in latex.splitlines() if line.startswith("%")][1:], "no note is a comment"
 
 
+@pytest.mark.slow
 def test_columns_that_are_asked_for_stand_in_their_order_in_every_format(directory, capsys):
     asked = ["label", "speedup_low", "median_ms", "num_experts", "backend"]
     headers = ["policy", "speedup low", "layer ms", "num experts", "backend"]
@@ -444,6 +446,7 @@ def test_columns_of_another_view_and_an_interval_are_shown_as_the_view_shows_the
     assert next(line for line in few.splitlines() if line.startswith("| token")).split("|")[2].strip() == cell
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -124,7 +124,7 @@ def parse_json(text: bytes | str, where: object, *, unique: bool = False) -> Any
     """
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         start = text[:40].decode(errors="replace") if isinstance(text, bytes) else text[:40]
         words = brief(start) if text else "nothing"
         raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None

@@ -91,22 +91,127 @@ def claims_too_much(folder: Path) -> Path:
     [
         (lambda folder: as_npz(folder, a=[1], b=[2]), "expected an array logical_count, or one alone; got a, b"),
         (lambda folder: as_npz(folder, a=np.array([{}], dtype=object)), "no npz of numbers"),
-        (lambda folder: as_csv(folder, ""), "no CSV with a header"),
-        (
-            lambda folder: as_csv(folder, "layer,expert,count\n99999999999,0,1\n"),
-            "layer: expected whole numbers from 0",
-        ),
-        (lambda folder: as_csv(folder, "layer,expert,count\n-1,0,1\n"), "layer: expected whole numbers from 0 to 8192"),
-        (lambda folder: as_csv(folder, "layer,expert,count\n0,x,1\n"), "expert: expected whole numbers"),
-        (lambda folder: as_csv(folder, "layer,expert,count\n0,0,many\n"), "count: expected numbers"),
-        (lambda folder: as_csv(folder, "layer,expert,count\n"), "layer: expected whole numbers"),
         (claims_too_much, "no npz of numbers"),
-        (lambda folder: as_csv(folder, "a,b\n1,x\n"), "expected logical_count, a number from 0 by layer and expert"),
+        (lambda folder: as_npz(folder, a=np.zeros((0, 4))), "lists of equal length; got array([]"),
+        (lambda folder: as_npz(folder, a=np.zeros((3, 2, 0))), "lists of equal length; got array([]"),
+        (lambda folder: as_npz(folder, a=np.full((1, 2), 1 + 2j)), "lists of equal length; got array([[1.+2.j"),
+        (
+            lambda folder: as_npz(folder, a=np.full((1, 2), 5, "datetime64[s]")),
+            "lists of equal length; got array([['1970",
+        ),
+        (lambda folder: as_npz(folder, a=np.full((1, 2), 5, "timedelta64[s]")), "lists of equal length; got array([[5"),
+        (
+            lambda folder: as_npz(folder, a=np.full((2, 1, 2), 1e308)),
+            "a number from 0 to 2^64 by layer and expert in lists of equal length; got 1e+308 at pass 0, row 0",
+        ),
     ],
 )
 def test_a_file_that_holds_no_counts_is_one_line_and_nothing_in_it_is_run(make: Any, expected: str, tmp_path) -> None:
     with pytest.raises(UserError, match=re.escape(expected)):
         read_counts(make(tmp_path))
+
+
+# What is wrong: the text of counts.csv, and what the line says behind the file's name.
+NO_HEADER = "no CSV with a header: expected layer, expert, count, or a name for each expert"
+TABLES = {
+    "nothing": ("", NO_HEADER),
+    "no header": (
+        "5,6,7,8\n1,2,3,4\n",
+        f"{NO_HEADER} (if numbers, all from 0 up), with layer or without; got '5,6,7,8'",
+    ),
+    "no header of decimals": ("0.0e+00,1.0e+00\n1.0e+00,2.0e+00\n", NO_HEADER),
+    "no header behind a layer": ("layer,3,1\n0,1,2\n", NO_HEADER),
+    "a column without a name": (",0,1\n0,5,6\n", NO_HEADER),
+    "a name twice": ("layer,expert,count,count\n0,0,5,6\n", NO_HEADER),
+    "no rows": ("layer,expert,count\n", "expected rows below the header, got none"),
+    "a long row": ("layer,expert,count\n0,0,5\n0,1,5,9\n", "line 3: expected 3 values as in the header, got 4"),
+    "long rows": ("a,b\n0,5,6\n1,7,8\n", "line 2: expected 2 values as in the header, got 3"),
+    "a short row": ("a,b\n\n5\n", "line 3: expected 2 values as in the header, got 1"),
+    "a great layer": ("layer,expert,count\n99999999999,0,1\n", "line 2: layer: expected a whole number from 0 to 8192"),
+    "a negative layer": (
+        "layer,expert,count\n-1,0,1\n",
+        "line 2: layer: expected a whole number from 0 to 8192, got '-1'",
+    ),
+    "a layer between": ("layer,a,b\n0.5,5,6\n", "line 2: layer: expected a whole number from 0 to 8192, got '0.5'"),
+    "no expert": ("layer,expert,count\n0,x,1\n", "line 2: expert: expected a whole number from 0 to 8192, got 'x'"),
+    "a word": ("layer,expert,count\n0,0,many\n", "line 2: count: expected a number from 0 to 2^64, got 'many'"),
+    "an empty count": ("layer,expert,count\n0,0,\n0,1,3\n", "line 2: count: expected a number from 0 to 2^64, got ''"),
+    "negative in a sum": (
+        "layer,expert,count\n0,0,8\n0,0,-5\n",
+        "line 3: count: expected a number from 0 to 2^64, got '-5'",
+    ),
+    "endless": ("layer,expert,count\n0,0,inf\n", "line 2: count: expected a number from 0 to 2^64, got 'inf'"),
+    "a word in a row": ("a,b\n1,x\n", "line 2: b: expected a number from 0 to 2^64, got 'x'"),
+    "an empty one in a row": ("layer,a,b\n4,1,\n", "line 2: b: expected a number from 0 to 2^64, got ''"),
+    "a field without an end": ('a,"' + "b" * 200_000, "line 1: no CSV: field larger than field limit"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_is_misread_with_ease_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    text, words = TABLES[name]
+    path = as_csv(tmp_path, text)
+    assert refusal(read_counts, path).startswith(f"{path}: {words}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layer,e0,e1\n10,1,2\n3,3,4\n0,5,6\n",
+        "e1,Layer ,e0\n1,10,2\n3,3,4\n5,0,6\n",
+        "\ufefflayer,0,1\n\n10,1,2\n3,1,4\n3,2,0\n0,5,6\n",
+        "pass,Layer,Expert,Count\na,10,0,1\na,10,1,2\na,3,0,1\nb,3,0,2\na,3,1,4\na,0,0,5\na,0,1,6\n",
+    ],
+)
+def test_layers_of_a_table_keep_their_numbers(text: str, tmp_path: Path) -> None:
+    counts = read_counts(as_csv(tmp_path, text))
+    assert as_rows(counts) == {0: [5, 6], 3: [3, 4], 10: [1, 2]}
+    assert counts.missing == [1, 2, *range(4, 10)]
+
+
+def test_names_of_experts_may_be_their_numbers(tmp_path: Path) -> None:
+    assert as_rows(read_counts(as_csv(tmp_path, "0,1,2\n5,6,7\n"))) == {0: [5, 6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([1, 2], [1, 2]),  # of layers 0 to 3, the last without a row
+        ([0, 1, 2], [1, 2, 3]),  # of the three MoE layers alone
+        ([1, 2, 3], [1, 2, 3]),
+    ],
+)
+def test_a_tables_own_numbers_are_the_models_wherever_they_can_be(
+    layers: list[int], expected: list[int], tmp_path: Path
+) -> None:
+    """Of four layers the first is dense."""
+    path = as_csv(tmp_path, "layer,a,b\n" + "".join(f"{layer},1,2\n" for layer in layers))
+    assert list(read_counts(path, [1, 2, 3]).loads) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "moe_layers", "words"),
+    [
+        (40, range(16), "(0 to 15), or a row of each of these 16 alone; got 40 rows, with counts of layer 16 to 39"),
+        (3, range(1, 17), "(1 to 16), or a row of each of these 16 alone; got 3 rows, with counts of layer 0"),
+        (6, range(1, 6, 2), "(1, 3, 5), or a row of each of these 3 alone; got 6 rows, with counts of layer 0, 2, 4"),
+    ],
+)
+def test_counts_of_layers_that_the_model_does_not_route_are_refused(
+    num_rows: int, moe_layers: range, words: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, [[1, 2]] * num_rows)
+    assert refusal(read_counts, path, moe_layers) == f"{path}: expected counts of layers that the model routes {words}"
+    assert len(read_counts(path).loads) == num_rows, "where the model's layers are not known, rows are layers"
+
+
+def test_counts_of_another_model_are_refused_as_a_config_is_read(tmp_path: Path) -> None:
+    """A shape by hand whose number of layers is not given takes any."""
+    written(tmp_path)
+    path = config(tmp_path, layer="all")
+    assert len(load_experiments(path, on_cpu=True)) == 2
+    path.write_text(path.read_text().replace("num_experts: 4", "num_experts: 4\n  num_layers: 2"))
+    assert "got 3 rows, with counts of layer 2" in refusal(load_experiments, path, on_cpu=True)
 
 
 def test_an_array_of_many_bytes_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +320,14 @@ def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_cou
 MISTAKES = {
     "no counts": ({"x": 1}, "expected logical_count"),
     "a map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "expected logical_count"),
-    "negative": ([[1, -1, 0, 0]], "a number from 0"),
+    "negative": (
+        [[1, -1, 0, 0]],
+        "a number from 0 to 2^64 by layer and expert in lists of equal length; got -1 at row 0, expert 1",
+    ),
+    "negative in a sum": ([[[1, 1]], [[2, -1]]], "got -1 at pass 1, row 0, expert 1"),
+    "empty": ([[1, None]], "got nan at row 0, expert 1"),
+    "no experts": ([[], []], "lists of equal length; got [[], []]"),
+    "a sum beyond all numbers": ([[[1e308, 1]], [[1e308, 1]]], "got 1e+308 at pass 0, row 0, expert 0"),
     "nothing": ([[0, 0, 0, 0]], "some count above 0"),
     "uneven": ([[1, 2], [1]], "lists of equal length"),
     "words": ([["a", "b", "c", "d"]], "got [['a',"),
@@ -230,6 +342,14 @@ def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
     text = refusal(read_counts, path)
     assert text.startswith(str(path))
     assert words in text
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_lists_of_great_depth_are_one_line(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    path.write_text("[" * depth + "]" * depth)
+    text = refusal(read_counts, path)
+    assert text.startswith(f"{path}: expected {'JSON' if depth > 1000 else 'logical_count'}")
 
 
 def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:

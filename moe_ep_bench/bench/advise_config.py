@@ -248,7 +248,7 @@ class _Draft:
         if not any(map(_is_skewed, workloads)):
             self.assumed.append(Assumption(kind="no_skew"))
         counted = {
-            one.workload.skew_from: one.model.spec().moe_layers
+            one.workload.skew_from: one.model.moe_layers
             for one in asked
             if isinstance(one.workload, SyntheticConfig) and one.workload.skew_from
         }

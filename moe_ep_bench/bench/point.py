@@ -380,7 +380,7 @@ class Point:
             peaks = {name: getattr(config, name) for name in ("peak_load", "batch_peak_load")}
             facts |= {**peaks, "is_one_draw": bool(placed)}
             if config.skew_from is not None:
-                counts = read_counts(config.skew_from, experiment.model.spec().moe_layers)
+                counts = read_counts(config.skew_from, experiment.model.moe_layers)
                 facts["counted"] = {"file": config.skew_from.name, "layer": config.layer, **counts.describe()}
             elif config.skew is not None and config.skew not in PATTERNS:
                 skew = config.calibration(preset)

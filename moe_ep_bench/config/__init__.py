@@ -101,6 +101,13 @@ class ModelConfig(Strict):
             )
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers that route, ascending; () = not known: a shape by hand whose number of layers is not given."""
+        if self.model_extra and "num_layers" not in self.model_extra:
+            return ()
+        return self.spec().moe_layers
+
 
 class _Workload(Strict):
     tokens_per_rank: int | None = Field(None, ge=1, le=MOST)
@@ -163,7 +170,7 @@ class SyntheticConfig(_Workload):
     """Calibrated targets (data/skews/: mixed, single_domain, worst_layer, or a domain), or another
     benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
-    """Counts of experts as JSON, in place of ``skew``."""
+    """Counts of experts (JSON, CSV, npz) replacing ``skew``."""
     layer: int | None = Field(None, ge=0, le=MOST)
     """The model's layer, which ``skew_from`` counts; ``all``: a comparison each."""
     balanced: bool = False
@@ -254,7 +261,7 @@ class SyntheticConfig(_Workload):
             if ep_size is not None and ep_size > 1:
                 targets["rank_load"] = {"ep_size": ep_size, "load": 1.0}
         if self.skew_from is not None and self.layer is not None:
-            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer, model.spec().moe_layers))
+            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer, model.moe_layers))
         if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:
             targets["rank_load"] = None
         if "cuts" in targets and (targets["rank_load"] is None or "rank_load" in given):

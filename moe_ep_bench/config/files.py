@@ -274,6 +274,6 @@ def _moe_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Seque
     if any(key.partition(".")[0] == "model" for key in sweep):
         return ()
     try:
-        return validated(ModelConfig, raw.get("model"), path).spec().moe_layers
+        return validated(ModelConfig, raw.get("model"), path).moe_layers
     except UserError:
         return ()

@@ -17,13 +17,18 @@ Counts (``workload.skew_from``) are no routing either. A file may be
 
 * JSON with ``logical_count`` [layers][experts], or [passes][layers][experts]: what SGLang takes for its own plan
   (``--init-expert-location``), and what its recorder dumps in mode ``stat``, converted;
-* JSON with such a list alone.
+* JSON with such a list alone;
+* an npz of such an array;
+* a CSV of rows ``layer, expert, count``, or of a row per layer.
 
 Shapes: L = layers, E = experts.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -35,7 +40,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, in_ranges
-from moe_ep_bench.files import read_json
+from moe_ep_bench.files import read_json, read_text
 from moe_ep_bench.presets import Preset, Strict
 from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
 
@@ -171,8 +176,9 @@ def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 COUNT = "logical_count"
-# Of a file of counts: its bytes, and the number of a layer or an expert.
-_MOST_BYTES, _MOST_NUMBER = 2**28, 2**13
+# Of a file of counts: its bytes, the number of a layer or an expert, and a count, so that no sum of them overflows.
+_MOST_BYTES, _MOST_NUMBER, _MOST_COUNT = 2**28, 2**13, 2**64
+_ALLOWED = "a number from 0 to 2^64"
 CONVERT = (
     "python -c \"import sys, json, torch; d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
     "json.dump({'logical_count': d['logical_count'].tolist()}, open(sys.argv[2], 'w'))\" dump.pt counts.json"
@@ -204,19 +210,29 @@ def read_counts(path: Path, moe_layers: Sequence[int] = ()) -> LayerCounts:
         moe_layers: layers of the model that route, ascending; () = not known.
 
     Raises:
-        ValueError: no such file, or it holds no counts; one line that names the file.
+        ValueError: no such file, or it holds no counts, or counts of layers that the model does not route; one line
+            that names the file.
     """
-    count_LE = _all_counts(path)
-    numbers = moe_layers if len(moe_layers) == len(count_LE) else range(len(count_LE))
+    count_LE, is_numbered = _all_counts(path)
+    numbers: Sequence[int] = range(len(count_LE))
+    counted = {number for number in numbers if count_LE[number].any()}
+    # Numbers that a file gives itself are the model's wherever they can be.
+    if len(moe_layers) == len(count_LE) and not (is_numbered and counted <= {*moe_layers}):
+        numbers = moe_layers
     loads = {number: count_E for number, count_E in zip(numbers, count_LE, strict=True) if count_E.any()}
+    if moe_layers and (others := loads.keys() - {*moe_layers}):
+        raise UserError(
+            f"{path}: expected counts of layers that the model routes ({in_ranges(moe_layers)}), or a row of each of "
+            f"these {len(moe_layers)} alone; got {len(count_LE)} rows, with counts of layer {in_ranges(others)}"
+        )
     without = [number for number in numbers if number not in loads]
     last = max(moe_layers, default=0)
     dense = [number for number in without if number < last and number not in moe_layers]
     return LayerCounts(loads, dense, [number for number in without if number not in dense])
 
 
-def _all_counts(path: Path) -> NDArray[np.float64]:
-    """The counts of every layer: float64 [L, E].
+def _all_counts(path: Path) -> tuple[NDArray[np.float64], bool]:
+    """The counts of every row: float64 [L, E]; and whether the file itself numbers its rows.
 
     Raises:
         ValueError: no such file, or it holds no counts; one line that names the file.
@@ -226,11 +242,12 @@ def _all_counts(path: Path) -> NDArray[np.float64]:
     if path.suffix == ".pt":
         raise UserError(f"{path}: a pickle, which is not read; convert it where it was made: {CONVERT}")
     if path.suffix == ".npz":
-        return _counts(_array_of(path), path)
+        return _counts(_array_of(path), path), False
     if path.suffix == ".csv":
-        return _counts(_table_of(path), path)
+        count_LE, is_numbered = _table_of(path)
+        return _counts(count_LE, path), is_numbered
     content = read_json(path)
-    return _counts(content.get(COUNT) if isinstance(content, dict) else content, path)
+    return _counts(content.get(COUNT) if isinstance(content, dict) else content, path), False
 
 
 def _array_of(path: Path) -> NDArray[Any]:
@@ -256,36 +273,80 @@ def _array_of(path: Path) -> NDArray[Any]:
         raise UserError(f"{path}: no npz of numbers: {brief(problem, 100, quoted=False)}") from None
 
 
-def _table_of(path: Path) -> NDArray[np.float64]:
-    """Counts of a CSV with a header: ``layer, expert, count``, or a row of each layer and a column of each expert."""
-    import pandas as pd
-    from pandas.api.types import is_integer_dtype, is_numeric_dtype
+def _table_of(path: Path) -> tuple[NDArray[np.float64], bool]:
+    """Counts of a CSV with a header: ``layer, expert, count``, or a row of each layer and a column of each expert.
 
+    Rows of the same layer, and expert, are summed.
+
+    Returns:
+        float64 [L, E], and whether there is a column ``layer``.
+    """
+    reader = csv.reader(io.StringIO(read_text(path).removeprefix("\ufeff"), newline=""))
     try:
-        rows = pd.read_csv(path, skipinitialspace=True)
-    except ValueError as problem:
-        raise UserError(f"{path}: no CSV with a header: {brief(problem, 100, quoted=False)}") from None
-    if {"layer", "expert", "count"} <= set(rows):
-        for name in ("layer", "expert"):
-            if not is_integer_dtype(rows[name]) or not rows[name].between(0, _MOST_NUMBER).all():
-                raise UserError(f"{path}: {name}: expected whole numbers from 0 to {_MOST_NUMBER}")
-        if not is_numeric_dtype(rows["count"]):
-            raise UserError(f"{path}: count: expected numbers")
-        rows = rows.pivot_table(index="layer", columns="expert", values="count", aggfunc="sum", fill_value=0)
-        whole = [range(labels.max() + 1) for labels in (rows.index, rows.columns)]
-        return rows.reindex(index=whole[0], columns=whole[1], fill_value=0).to_numpy()
-    return rows.drop(columns="layer", errors="ignore").to_numpy()
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
+    except csv.Error as problem:
+        raise UserError(f"{path}: line {reader.line_num}: no CSV: {problem}") from None
+    header = [name.lower() for name in rows.pop(0)[1]] if rows else []
+    is_long, is_numbered = {"layer", "expert", "count"} <= {*header}, "layer" in header
+    experts = [name for name in header if name != "layer"]
+    # Names that are all numbers may be the first layer's counts.
+    are_counts = not np.isnan([_number(name) for name in experts]).any() and experts != [*map(str, range(len(experts)))]
+    if are_counts or not experts or "" in header or len({*header}) < len(header):
+        raise UserError(
+            f"{path}: no CSV with a header: expected layer, expert, count, or a name for each expert (if numbers, all "
+            f"from 0 up), with layer or without; got {brief(','.join(header))}"
+        )
+    if not rows:
+        raise UserError(f"{path}: expected rows below the header, got none")
+    indices, counts = ({"layer", "expert"}, {"count"}) if is_long else ({"layer"}, {*experts})
+    for line, row in rows:
+        if len(row) != len(header):
+            raise UserError(f"{path}: line {line}: expected {len(header)} values as in the header, got {len(row)}")
+        for name, cell in zip(header, row, strict=True):
+            if name in indices and not (cell.isdecimal() and _number(cell) <= _MOST_NUMBER):
+                allowed = f"a whole number from 0 to {_MOST_NUMBER}"
+            elif name in counts and not 0 <= _number(cell) <= _MOST_COUNT:
+                allowed = _ALLOWED
+            else:
+                continue
+            raise UserError(f"{path}: line {line}: {name}: expected {allowed}, got {brief(cell)}")
+    column_R = {name: np.array([_number(row[place]) for _, row in rows]) for place, name in enumerate(header)}
+    layer_R = column_R["layer"].astype(int) if is_numbered else np.arange(len(rows))
+    if is_long:
+        expert_R, count_R = column_R["expert"].astype(int), column_R["count"]
+        count_LE = np.zeros((layer_R.max() + 1, expert_R.max() + 1))
+        np.add.at(count_LE, (layer_R, expert_R), count_R)
+    else:
+        count_LE = np.zeros((layer_R.max() + 1, len(experts)))
+        np.add.at(count_LE, layer_R, np.stack([column_R[name] for name in experts], axis=1))
+    return count_LE, is_numbered
+
+
+def _number(text: str) -> float:
+    """The number that a text is, or NaN."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _counts(value: Any, path: Path) -> NDArray[np.float64]:
     """Check counts [layers, experts] or [passes, layers, experts]."""
-    expected = f"{path}: expected {COUNT}, a number from 0 by layer and expert in lists of equal length"
+    expected = f"{path}: expected {COUNT}, {_ALLOWED} by layer and expert in lists of equal length"
     try:
-        count = np.array(value, dtype=np.float64)
+        # numpy would take times for numbers, and complex ones without their imaginary parts.
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+            raise TypeError
+        with np.errstate(over="ignore"):
+            count = np.array(value, dtype=np.float64)
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{expected}; got {brief(value)}") from None
-    if count.ndim not in (2, 3) or not (np.isfinite(count) & (count >= 0)).all():
+    if count.ndim not in (2, 3) or not count.size:
         raise UserError(f"{expected}; got {brief(value)}")
+    if len(wrong := np.argwhere(~((count >= 0) & (count <= _MOST_COUNT)))):
+        place = dict(zip(("pass", "row", "expert")[-count.ndim :], wrong[0].tolist(), strict=True))
+        where = ", ".join(f"{name} {number}" for name, number in place.items())
+        raise UserError(f"{expected}; got {count[tuple(wrong[0])]:g} at {where} (from 0)")
     count_LE = count.reshape(-1, *count.shape[-2:]).sum(axis=0)
     if not count_LE.any():
         raise UserError(f"{path}: expected some count above 0, got none")

@@ -1,7 +1,9 @@
 """A server that speaks OpenAI's protocol and nothing else: fake_server.py PORT [--option VALUE ...].
 
 It answers as the plugin's variable says: tokens count up, under a policy that drops some differ, and each takes its
-time. Options break it: at a start, at a request, or in what it says.
+time. Options break it: at a start, at a request, or in what it says. A prompt that is JSON says what to say in place of
+a choice (``choice``), of the last event (``end``), of the count (``tokens``), or of the first event (``data``, repeated
+``times``).
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ def main() -> None:
     parser.add_argument("--bunch", type=int, default=1, help="pieces that are sent at once")
     parser.add_argument("--no-whole-answers", action="store_true", help="but streams, else with status 500")
     parser.add_argument("--bare", action="store_true", help="neither log-probabilities nor a usage")
+    parser.add_argument("--models", help="what it says of its models, word for word")
+    parser.add_argument("--models-status", type=int, default=200)
+    parser.add_argument("--drips", action="store_true", help="a byte at a time, of its models")
     parser.add_argument("--child", action="store_true", help="has a child that outlives it")
     parser.add_argument("--log", help="a file that gets a line a start and a request")
     options = parser.parse_args()
@@ -76,7 +81,15 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             self.wfile.write(body)
 
         def do_GET(self) -> None:
-            self.answer(200, {"data": [{"id": "served-name"}]})
+            body = (options.models or '{"data": [{"id": "served-name"}]}').encode()
+            note(options.log, f"models {self.headers['Authorization']}")
+            self.send_response(options.models_status)
+            self.send_header("Content-Length", str(10**6 if options.drips else len(body)))
+            self.end_headers()
+            while options.drips:
+                self.wfile.write(b" ")
+                time.sleep(0.1)
+            self.wfile.write(body)
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -85,14 +98,15 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 print("out of memory", flush=True)
                 os._exit(3)
             if options.refuses:
-                self.answer(400, {"error": {"message": "prompt too long"}})
+                key = self.headers["Authorization"]
+                self.answer(400, {"error": {"message": f"prompt too long\x1b[31m for {key}"}})
                 return
             pieces = asked["max_tokens"] if not options.breaks_off else 2
             # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
             is_chat = self.path == "/v1/chat/completions"
             prompt = asked["messages"][-1]["content"] if is_chat else asked["prompt"]
             prompt = prompt if isinstance(prompt, str) else prompt[0]
-            size = len(prompt)
+            size, wanted = len(prompt), json.loads(prompt) if prompt.startswith("{") else {}
             turns = policy == "token_drop" and size % 2 == 0
             if not asked.get("stream") and options.no_whole_answers:
                 self.answer(500, {"error": {"message": "out of memory"}})
@@ -106,6 +120,8 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
             self.end_headers()
             first = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
             self.events({"choices": [first]})  # of no token
+            if "data" in wanted:
+                self.chunk(f"data: {wanted['data'] * wanted.get('times', 1)}\n\n".encode())
             held: list[Any] = []
             for place in range(pieces):
                 time.sleep((options.first_ms if place == 0 else options.token_ms) / 1e3)
@@ -116,7 +132,8 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 if is_chat:
                     said = {"content": [{"token": word, "logprob": logprob}]}
                 choice = {"delta": {"content": word}} if is_chat else {"text": word}
-                held.append({"choices": [choice if options.bare else {**choice, "logprobs": said}]})
+                choice = choice if options.bare else {**choice, "logprobs": said}
+                held.append({"choices": [{**choice, **wanted.get("choice", {})}]})
                 if len(held) == options.bunch or place == pieces - 1:
                     self.events(*held)
                     held.clear()
@@ -124,13 +141,16 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 self.close_connection = True
                 return
             if not options.bare:
-                usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": pieces}
-                self.events({"choices": [], "usage": usage})
+                usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": wanted.get("tokens", pieces)}
+                self.events({"choices": [], "usage": usage, **wanted.get("end", {})})
             self.chunk(b"data: [DONE]\n\n")
             self.chunk(b"")
 
         def events(self, *contents: Any) -> None:
-            self.chunk("".join(f"data: {json.dumps(content)}\n\n" for content in contents).encode())
+            said = "".join(f"data: {json.dumps(content, ensure_ascii=False)}\n\n" for content in contents)
+            if not said.isascii() and any("\ud800" <= character <= "\udfff" for character in said):
+                said = "".join(f"data: {json.dumps(content)}\n\n" for content in contents)
+            self.chunk(said.encode())
 
         def chunk(self, content: bytes) -> None:
             self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")

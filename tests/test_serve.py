@@ -188,6 +188,77 @@ def test_a_request_without_an_answer_says_why(tmp_path: Path, options: str, limi
     assert answer.failure.startswith(expected)
 
 
+def said_of(text: Any = " a", **logprobs: Any) -> dict[str, Any]:
+    """What a server shall say of each token."""
+    return {"choice": {"text": text, "logprobs": {"tokens": [" a"], "token_logprobs": [-1.0], **logprobs}}}
+
+
+@pytest.fixture(scope="module")
+def obliging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that says what prompts want."""
+    with fake(tmp_path_factory.mktemp("obliging")) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"tokens": "4"}, "usage: completion_tokens: expected a count of tokens, got '4'"),
+        ({"tokens": -4}, "usage: completion_tokens: expected a count of tokens, got -4"),
+        ({"tokens": 4.5}, "usage: completion_tokens: expected a count of tokens, got 4.5"),
+        ({"tokens": 10**30}, "usage: completion_tokens: expected a count of tokens, got 1000"),
+        ({"tokens": True}, "usage: completion_tokens: expected a count of tokens, got true"),
+        ({"end": {"usage": {"prompt_tokens": [1]}}}, "usage: prompt_tokens: expected a count of tokens, got [1]"),
+        ({"tokens": 1}, "usage: completion_tokens: expected 4 at least, as many came, got 1"),
+        (said_of(tokens=[7]), "expected tokens as texts, got 7"),
+        (said_of(token_logprobs=["x"]), "expected log-probabilities as numbers, got 'x'"),
+        (said_of(token_logprobs=[10**400]), "OverflowError: "),
+        (said_of(text="\ud83d"), "UnicodeEncodeError: "),
+        (said_of(tokens=["\ud83d"]), "UnicodeEncodeError: "),
+        (said_of(text=5), "TypeError: "),
+        ({"data": "[", "times": 200_000}, "RecursionError: "),
+        ({"data": "[]"}, "AttributeError: "),
+        ({"data": " ", "times": 2**25}, "a line of more than 16,777,216 bytes"),
+    ],
+)
+def test_a_field_of_another_kind_is_a_reason(obliging: Server, wanted: dict[str, Any], expected: str) -> None:
+    (answer,) = asked(obliging.url, [json.dumps(wanted)])
+    assert answer.failure is not None
+    assert answer.failure.startswith(expected)
+
+
+def test_whatever_splits_lines_elsewhere_may_stand_in_an_answer(obliging: Server) -> None:
+    text = " a\u2028\x85\u2029b"
+    (answer,) = asked(obliging.url, [json.dumps(said_of(text, tokens=[text]))])
+    assert (answer.failure, answer.text, answer.tokens) == (None, 4 * text, 4 * [text])
+
+
+@pytest.mark.parametrize("wanted", [{"end": {"choices": None}}, {"tokens": None}, said_of(token_logprobs=[-np.inf])])
+def test_what_is_null_or_infinite_is_not_said(obliging: Server, wanted: dict[str, Any]) -> None:
+    (answer,) = asked(obliging.url, [json.dumps(wanted)])
+    assert (answer.failure, answer.num_tokens) == (None, 4)
+    assert answer.logprobs in ([-0.5] * 4, [None] * 4)
+
+
+def test_a_key_is_sent_and_written_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    log = tmp_path / "server-log"
+    with fake(tmp_path, f"--refuses --log {log}") as one:
+        assert serve(config_in(tmp_path), "--url", one.url) == CASES_FAILED
+        assert "models Bearer s3cret" in log.read_text()
+    said = capsys.readouterr()
+    assert "prompt too long" in said.err
+    assert "Bearer" in said.err, "the server says it again"
+    assert "\x1b" not in said.out + said.err
+    assert "s3cret" not in said.out + said.err
+    for path in (tmp_path / "out").rglob("*"):
+        assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+    rows = rows_in(tmp_path)["native"]
+    assert "s3cret" not in rows["reason"].iloc[0]
+
+
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +589,69 @@ def test_tasks_without_the_harness_are_refused_by_the_extras_name(
     (line,) = capsys.readouterr().err.splitlines()
     assert "expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]'" in line
     assert noted(tmp_path, "start") == []
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("", "serve.url: expected http://HOST:PORT or https://HOST, got ''"),
+        ("null", "serve.url: expected http://HOST:PORT or https://HOST, got null"),
+        ("http://localhost:port", "serve.url: expected http://HOST:PORT or https://HOST, got http://localhost:port"),
+        ("http://[::1", "serve.url: expected http://HOST:PORT"),
+        ("http://", "serve.url: expected http://HOST:PORT"),
+        ("http://a b", "serve.url: expected http://HOST:PORT"),
+        ("http://host/v1?key=1", "serve.url: expected http://HOST:PORT"),
+        ("http://user:s3cret@host/v1/", "serve.url: expected no user or password in it; a key is read from"),
+    ],
+)
+def test_a_url_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, expected: str
+) -> None:
+    assert serve(config_in(tmp_path), "--url", url) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+    assert "s3cret" not in line
+    assert noted(tmp_path, "start") == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "expected"),
+    [
+        ("--models-status 401", "failed", "HTTP 401: it wants another key (in OPENAI_API_KEY)"),
+        ("--models '<html>'", "failed", "/v1/models: expected a list of models, got '<html>'"),
+        ("--models '{}'", "failed", "/v1/models: expected a list of models, got '{}'"),
+        ('--models \'{"data": [{"id": 5}]}\'', "failed", "/v1/models: expected a list of models"),
+        ('--models \'{"data": [{"id": "a"}, {"id": "b"}]}\'', "failed", "expected one of a, b at"),
+        ("--models-status 500", "timeout", "500"),
+        ("--drips", "timeout", "did not answer within 3 s (serve.start_s)"),
+    ],
+)
+def test_a_server_without_a_name_is_a_reason(tmp_path: Path, options: str, status: str, expected: str) -> None:
+    limit_s = 60 if status == "failed" else 3
+    one = Server(f"{FAKE} {options}", "/models/tiny", os.environ, tmp_path / "server.log", limit_s)
+    with pytest.raises(ServerError) as refused:
+        one.start()
+    assert refused.value.status == status
+    assert expected in refused.value.reason
+    # The same of a server that runs already.
+    one._spawn()
+    try:
+        while server._is_taken(one.port) is False:
+            time.sleep(0.05)
+        with pytest.raises(ServerError) as refused:
+            Running(one.url, "/models/tiny", 3).start()
+    finally:
+        one.stop()
+    assert expected in refused.value.reason
+
+
+def test_a_listener_of_somebody_else_is_named_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake(tmp_path) as other:
+        monkeypatch.setattr(server, "free_port", lambda: other.port)
+        sleeps = Server("sleep 1000 {port}", "m", os.environ, tmp_path / "log", 6)
+        with pytest.raises(ServerError, match=f"who answers at port {other.port} is no process of its own"):
+            sleeps.start()
 
 
 def test_nobody_at_a_url_is_a_reason() -> None:

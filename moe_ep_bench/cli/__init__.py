@@ -248,7 +248,7 @@ def _serve(options: Namespace) -> int:
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.serving.ab import run_serve
 
-    out, url = _out(options), [] if options.url is None else [f"serve.url={options.url}"]
+    out, url = _out(options), [] if options.url is None else [f"serve.url={json.dumps(options.url)}"]
     how = {"force": options.force, "dry_run": options.dry_run}
     status = run_serve(options.config, out, [*options.overrides, *url], **how)
     if options.dry_run:

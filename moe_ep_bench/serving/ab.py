@@ -35,7 +35,7 @@ from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.point import BASELINE, NOISE, POLICY, CaseSpec
 from moe_ep_bench.bench.result import Row, as_columns, identity
 from moe_ep_bench.config.files import load_points
-from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, naming, progress_bar
+from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, naming, printable, progress_bar
 from moe_ep_bench.facts import CaseFacts, ServedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -258,8 +258,7 @@ class _Contestant:
         try:
             self.name = self.server.start()
         except ServerError as lost:
-            self.lost = lost.status, lost.reason
-            self._say()
+            self._lose(lost.status, lost.reason)
             return
         more = {"ignore_eos": True} if prompts.ignore_eos else {}
         more |= {"logprobs": 1} if prompts.logprobs else {}
@@ -294,8 +293,7 @@ class _Contestant:
                 self.scores += run_task(lm, task.name, manager, num_fewshot=task.num_fewshot, limit=experiment.limit)
             except Exception as problem:  # the harness' client has its own, of several packages
                 said = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
-                self.lost = "failed", self.server.died() or f"task {task.name}: {brief(said, 200, quoted=False)}"
-                self._say()
+                self._lose("failed", self.server.died() or f"task {task.name}: {brief(said, 200, quoted=False)}")
                 return
 
     def _keep(self, answers: Sequence[Answer], first: int, **about: Any) -> None:
@@ -311,13 +309,13 @@ class _Contestant:
         answers = self.client.send(prompts, **load)
         failure = next((answer.failure for answer in answers if answer.failure), None)
         if failure is not None:
-            self.lost = "failed", f"{what}: {self.server.died() or failure}"
-            self._say()
+            self._lose("failed", f"{what}: {self.server.died() or failure}")
             return ()
         return answers
 
-    def _say(self) -> None:
-        assert self.lost is not None
+    def _lose(self, status: str, reason: str) -> None:
+        """Keep the reason, in which a server may have put what a terminal obeys, and say it."""
+        self.lost = status, printable(reason)
         tqdm.write(f"moe-ep-bench: {self.case.label}: {self.lost[0]}: {self.lost[1]}", file=sys.stderr)
 
     def stop(self) -> None:

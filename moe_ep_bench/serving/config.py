@@ -8,11 +8,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import DirectoryPath, Field, field_validator, model_validator
 
 from moe_ep_bench.config import NAME, SweepPoint
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.presets import MOST, MOST_RUNS, MOST_SEED, PolicyEntry, Strict, spelled_out
 from moe_ep_bench.quality.config import TaskConfig
 
@@ -38,7 +39,7 @@ class ServersConfig(Strict):
     command: str = "vllm serve {model} --port {port} -cc.cudagraph_mode=NONE"
     """Start of a server."""
     url: str | None = None
-    """A running server, in place of those; its policy is its own."""
+    """A running server, in place of those; its policy is its own, its key in ``OPENAI_API_KEY``."""
     servers: Literal["together", "in_turn"] = "in_turn"
     """All servers alive, rounds interleaved; or one at a time, as memory asks."""
     starts: int = Field(1, ge=1, le=MOST_RUNS)
@@ -74,9 +75,18 @@ class ServersConfig(Strict):
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise UserError(f"expected http://HOST:PORT or https://HOST, got {url}")
-        return url and url.rstrip("/").removesuffix("/v1")
+        if url is None:
+            return None
+        if "@" in url:  # What may be a password is not said again.
+            raise UserError("expected no user or password in it; a key is read from the variable OPENAI_API_KEY")
+        try:
+            parts = urlsplit(url)
+            is_known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+        except ValueError:  # a port that is no number, half a bracket
+            is_known = False
+        if not is_known or parts.query or parts.fragment or not (url.isascii() and url.isprintable()) or " " in url:
+            raise UserError(f"expected http://HOST:PORT or https://HOST, got {brief(url, quoted=not url)}")
+        return url.rstrip("/").removesuffix("/v1")
 
     @model_validator(mode="after")
     def _check_load(self) -> ServersConfig:

@@ -22,7 +22,7 @@ from types import FrameType
 import httpx2
 import psutil
 
-from moe_ep_bench.errors import brief
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.serving.client import model_at
 
 _PORTS_TRIED = 3
@@ -98,16 +98,27 @@ class Server:
                 raise ServerError("failed", f"cannot start {words[0]}: {error.strerror}") from None
 
     def _ready(self) -> str:
-        deadline = time.monotonic() + self.limit_s
-        while time.monotonic() < deadline:
+        deadline, problem = time.monotonic() + self.limit_s, ""
+        while (left_s := deadline - time.monotonic()) > 0:
             if (reason := self.died()) is not None:
                 raise ServerError("failed", reason)
-            with contextlib.suppress(httpx2.HTTPError):
-                name = model_at(self.url, self.model, _ASKED_S)
+            try:
+                name = model_at(self.url, self.model, min(left_s, _ASKED_S))
                 if self._listens():
                     return name
+                problem = f"who answers at port {self.port} is no process of its own (a container's is not)"
+            except UserError as refusal:
+                if self._listens():  # Somebody else may answer until its own start fails at the port.
+                    raise ServerError("failed", brief(refusal, 300, quoted=False)) from None
+                problem = str(refusal)
+            except httpx2.ConnectError:
+                pass  # It is not there yet.
+            except TimeoutError:
+                problem = problem or "/v1/models: no whole answer"
+            except httpx2.HTTPError as error:
+                problem = f"/v1/models: {str(error) or type(error).__name__}"
             time.sleep(_POLL_S)
-        said = self._last_line()
+        said = ": ".join(filter(None, (brief(problem, 200, quoted=False), self._last_line())))
         raise ServerError("timeout", f"did not answer within {self.limit_s:g} s (serve.start_s){said and f': {said}'}")
 
     def died(self) -> str | None:
@@ -174,7 +185,11 @@ class Running:
         """The name under which it has the model. Raises ServerError: it does not answer as one does."""
         try:
             return model_at(self.url, self.model, self.limit_s)
-        except (httpx2.HTTPError, LookupError, TypeError, ValueError) as problem:
+        except UserError as refusal:
+            raise ServerError("failed", brief(refusal, 300, quoted=False)) from None
+        except TimeoutError:
+            raise ServerError("timeout", f"did not answer within {self.limit_s:g} s (serve.start_s)") from None
+        except httpx2.HTTPError as problem:
             raise ServerError("failed", f"{self.url}/v1/models: {brief(problem, 200, quoted=False)}") from None
 
     def died(self) -> None:

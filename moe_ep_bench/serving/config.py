@@ -28,9 +28,9 @@ class PromptsConfig(Strict):
     max_tokens: int = Field(64, ge=1, le=MOST)
     """Tokens of an answer."""
     ignore_eos: bool = True
-    """Answer to ``max_tokens``, as vLLM and SGLang can."""
+    """Answer to ``max_tokens`` (vLLM, SGLang)."""
     logprobs: bool = True
-    """Ask for log-probabilities of an answer's tokens."""
+    """Ask for log-probabilities."""
 
 
 class ServersConfig(Strict):
@@ -39,7 +39,7 @@ class ServersConfig(Strict):
     command: str = "vllm serve {model} --port {port} -cc.cudagraph_mode=NONE"
     """Start of a server."""
     url: str | None = None
-    """A running server, in place of those; its policy is its own, its key in ``OPENAI_API_KEY``."""
+    """A running server; its policy is its own."""
     servers: Literal["together", "in_turn"] = "in_turn"
     """All servers alive, rounds interleaved; or one at a time, as memory asks."""
     starts: int = Field(1, ge=1, le=MOST_RUNS)

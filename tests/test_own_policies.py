@@ -133,6 +133,11 @@ BREAKS = {
     "padding counts": ("top_k_map(scores_TE, context).double()", "scores_TE.double()", "the routing has another map"),
     "statistics are left out": ("if stats is None else stats", "", "of a part of the batch"),
     "statistics in float32": (".double()", ".float()", "batch_stats: expected torch.float64"),
+    "statistics of some tokens": (
+        ".double().sum(dim=0, keepdim=True)",
+        ".double().sum(dim=0, keepdim=True) if len(scores_TE) else None",
+        "batch_stats: expected a tensor of every part of the batch, got None of one",
+    ),
     "it looks past the top-k": (
         "map_TE = top_k_TE & (",
         "map_TE = top_k_TE & (scores_TE > scores_TE.mean(dim=1, keepdim=True)) & (",

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from moe_ep_bench.analysis.advice import Upkeep, advice_lines, read_advice
 from moe_ep_bench.analysis.cases import load_timed, timings
 from moe_ep_bench.analysis.picks import candidates
-from moe_ep_bench.balancers import with_free_slots
+from moe_ep_bench.balancers import Balanced, with_free_slots
 from moe_ep_bench.bench.advise_config import Bounds
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
@@ -366,6 +366,18 @@ def test_epic_pays_once_for_an_exchange_that_serves_later_batches(tmp_path: Path
         begins_P = balanced.left_P(NUM_RANKS)
     assert moved[0] > 0
     assert Router(point, CPU).slots(case, 3).expert_P.tolist() == slots.expert_P.tolist(), "whichever batch comes first"
+
+
+def test_what_a_batch_leaves_is_worked_out_once(
+    tmp_path: Path, traces: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = exchanging(tmp_path, traces, least_pairs=1)
+    (case,) = [case for case in point.cases if case.replication is not None]
+    router, asked, left_P = Router(point, CPU), [], Balanced.left_P
+    monkeypatch.setattr(Balanced, "left_P", lambda balanced, ranks: asked.append(ranks) or left_P(balanced, ranks))
+    for batch in range(4):
+        router.slots(case, batch)
+    assert len(asked) == 3  # by all batches but the last
 
 
 def test_epic_exchanges_where_that_saves_more_time_than_it_takes(tmp_path: Path, traces: list[Path]) -> None:

@@ -174,7 +174,7 @@ class Router:
         """A batch over slots as its plan has them, or as the batches before it left them, one after the other."""
         begins_P, _ = self._planned(self._plan_key(wanted, batch))
         for number in range(batch) if wanted.keeps_places else ():
-            if (left := case.case_id, number) not in self._left:
+            if (left := (case.case_id, number)) not in self._left:
                 self._left[left] = self._balance(wanted, begins_P, number).left_P(self.point.ep_size)
             begins_P = self._left[left]
         return self._balance(wanted, begins_P, batch)

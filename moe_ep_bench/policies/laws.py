@@ -76,7 +76,10 @@ def law_bounds(trial: Trial, routing: Routing) -> None:
     _require(1 <= most <= num_experts, f"most_experts: expected 1 to {num_experts}, got {most}")
     most_found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
     _require(most_found <= most, f"a token has {most_found} experts, most_experts says {most}")
-    pairs, bound = int(routing.map_TE.sum()), trial.policy.most_pairs(*trial.scores_TE.shape, trial.context())
+    pairs, bound = (
+        int(routing.map_TE.sum()),
+        trial.policy.most_pairs(len(trial.scores_TE), num_experts, trial.context()),
+    )
     _require(bound is None or pairs <= bound, f"there are {pairs} pairs, most_pairs says {bound}")
 
 
@@ -101,9 +104,10 @@ def law_padding(trial: Trial, routing: Routing) -> None:
     other_TE = torch.where(valid_T.unsqueeze(1), trial.scores_TE, 0.75)
     _require_same(trial.route(other_TE), routing, "with other scores in the padding, the routing")
     context = trial.context()
-    state = context.generator.get_state() if context.generator else None
+    generator = context.generator
+    states = [generator.get_state()] if generator else []
     trial.router.route(trial.scores_TE, context)
-    if context.generator and not torch.equal(context.generator.get_state(), state):
+    if generator and not torch.equal(generator.get_state(), *states):
         return  # Numbers are drawn for all rows, padding included.
     context = replace(trial.context(valid_T), token_mask_T=None)
     shorter = trial.router.route(trial.scores_TE[valid_T], context)
@@ -118,7 +122,9 @@ def law_split(trial: Trial, routing: Routing) -> None:
     if trial.arguments.get("request_id_T") is not None:  # A request lives on one rank.
         part_T = trial.arguments["request_id_T"] % 3
     parts = [part_T == part for part in range(4)]  # The last is a rank without tokens.
-    stats = [trial.policy.batch_stats(trial.scores_TE[rows_T], trial.context(rows_T)) for rows_T in parts]
+    of_parts = [trial.policy.batch_stats(trial.scores_TE[rows_T], trial.context(rows_T)) for rows_T in parts]
+    stats = [part for part in of_parts if part is not None]
+    _require(len(stats) == len(parts), "batch_stats: expected a tensor of every part of the batch, got None of one")
     kinds = {f"{part.dtype} {list(part.shape)}" for part in stats}
     expected = f"{torch.float64} {list(stats[0].shape)}"
     _require(kinds == {expected}, f"batch_stats: expected {expected} whatever the tokens, got {sorted(kinds)}")

@@ -456,7 +456,7 @@ def test_no_number_of_a_gpus_page_is_left_over(page: str) -> None:
     assert not [word for word in text.split() if re.search(r"\d", word)]
 
 
-@pytest.mark.parametrize("name", ["whatif-skew", "balance-recorded-modelled"])
+@pytest.mark.parametrize("name", ["whatif-skew", "balance-recorded-modelled", "whole-capacity-modelled"])
 def test_a_modelled_reference_rests_on_todays_figures(name: str) -> None:
     """Where a device's or a link's figures change, ``launch/references.sh`` makes it anew."""
     timed = [one.facts for one in load(REFERENCE / name).comparisons]

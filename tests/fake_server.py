@@ -36,12 +36,17 @@ def main() -> None:
     parser.add_argument("--models", help="what it says of its models, word for word")
     parser.add_argument("--models-status", type=int, default=200)
     parser.add_argument("--drips", action="store_true", help="a byte at a time, of its models")
+    parser.add_argument("--ignores-sigterm", action="store_true")
+    parser.add_argument("--short-under", help="a policy under which answers are half as long")
+    parser.add_argument("--fails-if", help="a file; under a policy it does not start while that is there")
     parser.add_argument("--child", action="store_true", help="has a child that outlives it")
     parser.add_argument("--log", help="a file that gets a line a start and a request")
     options = parser.parse_args()
     policy = json.loads(os.environ.get("MOE_EP_BENCH_POLICY", "{}")).get("name")
     if policy and policy == options.fails_under:
         print("Traceback: much\nmoe-ep-bench: MOE_EP_BENCH_POLICY: it does not fit\nmore", flush=True)
+        sys.exit(2)
+    if policy and options.fails_if and os.path.exists(options.fails_if):
         sys.exit(2)
     if policy and policy == options.hangs_under:
         time.sleep(1000)
@@ -51,7 +56,7 @@ def main() -> None:
         note(options.log, f"child {child.pid}")
     server = ThreadingHTTPServer(("127.0.0.1", options.port), handler_of(options, policy))
     server.daemon_threads = True
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if options.ignores_sigterm else lambda *_: os._exit(0))
     note(options.log, f"start {os.getpid()} {policy}")
     server.serve_forever()
 
@@ -102,6 +107,7 @@ def handler_of(options: argparse.Namespace, policy: str | None) -> type[BaseHTTP
                 self.answer(400, {"error": {"message": f"prompt too long\x1b[31m for {key}"}})
                 return
             pieces = asked["max_tokens"] if not options.breaks_off else 2
+            pieces = pieces // 2 if policy and policy == options.short_under else pieces
             # The answer is of the prompt alone; under a dropping policy it turns at the third token of every other.
             is_chat = self.path == "/v1/chat/completions"
             prompt = asked["messages"][-1]["content"] if is_chat else asked["prompt"]

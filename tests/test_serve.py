@@ -317,6 +317,46 @@ def test_sigterm_ends_the_command_and_all_servers(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("requests/*")), "a start is written as a whole"
 
 
+@pytest.mark.slow
+def test_a_second_interrupt_leaves_no_server_that_ignores_sigterm(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "--ignores-sigterm --first-ms 500", policies=[])
+    code = (
+        "import sys; from moe_ep_bench.serving import server; server._GRACE_S = 5; from moe_ep_bench.cli import main; "
+    )
+    arguments = ["serve", str(config), "--out", str(tmp_path / "out")]
+    child = subprocess.Popen([sys.executable, "-c", f"{code}sys.exit(main({arguments}))"], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while len(noted(tmp_path, "request")) < 7 and time.monotonic() < deadline:
+            assert child.poll() is None, child.stderr.read().decode()
+            time.sleep(0.05)
+        assert len(left_of(tmp_path)) == 2
+        for _ in range(3):
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        said = child.communicate(timeout=60)[1].decode()
+    finally:
+        child.kill()
+    assert child.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in said
+    assert left_of(tmp_path) == []
+
+
+def test_an_interrupt_while_a_server_is_waited_for_kills_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Server(f"{FAKE} --child --ignores-sigterm --log {tmp_path / 'log'}", "m", os.environ, tmp_path / "out", 60)
+    one.start()
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one.process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.stop()
+    one.process.wait(10)
+    assert left_of(tmp_path) == []
+
+
 # ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
@@ -463,6 +503,55 @@ def test_a_lost_server_is_a_row_with_its_reason_and_the_others_go_on(
 
 
 @pytest.mark.slow
+def test_a_start_that_lost_a_server_is_asked_again_and_others_are_not(tmp_path: Path) -> None:
+    config = config_in(tmp_path, f"--fails-if {tmp_path / 'broken'}", [DROP], rounds=1, requests=1, alone=0, starts=1)
+    (tmp_path / "broken").touch()
+    assert serve(config) == CASES_FAILED
+    (tmp_path / "broken").unlink()
+    more = ["--set", "serve.starts=2"]
+    assert serve(config, *more) == OK
+    assert len(noted(tmp_path, "start")) == 2 + 2 * 3
+    assert serve(config, *more) == OK
+    assert len(noted(tmp_path, "start")) == 2 + 2 * 3
+    assert set(cases(load(tmp_path / "out"))["status"]) == {"ok"}
+
+
+@pytest.mark.slow
+def test_models_of_one_name_in_other_folders_are_two(done: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, policies=[], rounds=1, requests=1, alone=0)
+    for folder in ("a", "b"):
+        assert serve(config, "--set", f"serve.model=/{folder}/checkpoint") == OK
+    assert len(noted(tmp_path, "start")) == 4
+    titles = sorted(set(cases(load(tmp_path / "out"))["title"]))
+    assert [title.rpartition(", ")[2] for title in titles] == ["model /a/checkpoint", "model /b/checkpoint"]
+
+
+def test_other_policies_take_nothing_from_a_directory(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in (done / "out").rglob("*.parquet")}
+    assert serve(done / "mine.yaml", "--set", f"policies={json.dumps([DROP])}") == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "3 in flight, 10 rounds of 3 requests: holds topk, which this config has not" in line
+    assert {path: path.read_bytes() for path in (done / "out").rglob("*.parquet")} == before
+
+
+@pytest.mark.slow
+def test_shorter_answers_are_no_faster_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_in(tmp_path, "--short-under token_drop --token-ms 20", [{"name": "topk"}, DROP], alone=0)
+    assert serve(config, "--set", "prompts.max_tokens=8") == OK
+    frame = cases(load(tmp_path / "out")).set_index("policy")
+    drop, topk = frame.loc["token_drop"], frame.loc["topk"]
+    assert drop["speedup_low"] > 1.2
+    assert (drop["verdict"], drop["other_length_share"], drop["shortest"]) == ("inconclusive", 1, 4)
+    assert (topk["other_length_share"], topk["shortest"]) == (0, 8)
+    assert drop["tpot_speedup_is_interval"]
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "out")]) == OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tokens/s have): token_drop capacity_factor=1.0 100 %" in shown
+    assert "answers are shorter than 8 tokens, though ignore_eos was asked: token_drop capacity_factor=1.0" in shown
+
+
+@pytest.mark.slow
 def test_servers_in_turn_are_up_one_at_a_time_and_each_start_is_a_launch(tmp_path: Path) -> None:
     config = config_in(tmp_path, policies=[DROP], servers="in_turn", starts=2, rounds=2, requests=2, alone=0)
     assert serve(config) == OK
@@ -476,9 +565,17 @@ def test_servers_in_turn_are_up_one_at_a_time_and_each_start_is_a_launch(tmp_pat
 
 
 def test_a_running_server_is_asked_and_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with fake(tmp_path) as one:
-        assert serve(config_in(tmp_path), "--url", f"{one.url}/v1") == OK
+    asked_of = tmp_path / "asked"
+    asked_of.mkdir()
+    more = ["--set", "serve.starts=2", "--set", "serve.rounds=2"]
+    with fake(tmp_path, f"--log {asked_of / 'log'}") as one:
+        assert serve(config_in(tmp_path), "--url", f"{one.url}/v1", *more) == OK
         assert one.died() is None
+    bodies = [json.loads(words[3]) for words in noted(asked_of, "request")]
+    pairs = [(body["prompt"], body["cache_salt"]) for body in bodies]
+    assert len(set(pairs)) == len(pairs) == 4 * (3 + 2 * 3 + 2), "a prefix cache has none of them"
+    assert len({salt for _, salt in pairs}) == 4
+    assert len({prompt for prompt, _ in pairs}) == 3 + 2 * 3 + 2
     assert list(rows_in(tmp_path)) == ["native", "native again"]
     assert f"one server, at {one.url}" in (main(["show", str(tmp_path / "out")]), capsys.readouterr().out)[1]
     assert noted(tmp_path, "start") == []
@@ -532,14 +629,14 @@ def test_prompts_are_the_seeds_and_warm_up_has_others() -> None:
 def test_prompts_of_a_file_are_texts_token_ids_or_chats(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "four"}]
     lines = [
-        '{"prompt": "one"}',
+        '{"prompt": "one\u2028"}',
         "",
         '{"prompt": [1, 2], "id": 3}',
         json.dumps({"messages": chat}),
         '{"prompt": "five"}',
     ]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    assert read_prompts(PromptsConfig(file=tmp_path / "mine.jsonl"), 3) == ["one", [1, 2], chat]
+    (tmp_path / "mine.jsonl").write_text("\ufeff" + "\r\n".join(lines))
+    assert read_prompts(PromptsConfig(file=tmp_path / "mine.jsonl"), 3) == ["one\u2028", [1, 2], chat]
 
 
 @pytest.mark.parametrize(
@@ -550,6 +647,10 @@ def test_prompts_of_a_file_are_texts_token_ids_or_chats(tmp_path: Path) -> None:
         (['{"text": "a"}', "[]"], 'mine.jsonl: line 1: expected {"prompt": text or token ids} or'),
         (['{"messages": [{"role": "user"}]}', "[]"], "mine.jsonl: line 1: expected"),
         (['{"prompt": [1, "a"]}', "[]"], "mine.jsonl: line 1: expected"),
+        (['{"prompt": "a"}', "", "b"], "mine.jsonl: line 3: expected JSON, got 'b'"),
+        (['{"prompt": "a"}', "", '{"prompt": "a"}'], "mine.jsonl: lines 1 and 3: expected each prompt once"),
+        (['{"prompt": "\\ud83d"}', "b"], "mine.jsonl: line 1: expected a text that UTF-8 can hold"),
+        (["[" * 100_000, "b"], "mine.jsonl: line 1: expected JSON, got '[[["),
     ],
 )
 def test_a_file_without_enough_prompts_is_refused(tmp_path: Path, lines: list[str], expected: str) -> None:
@@ -566,6 +667,11 @@ def test_a_file_without_enough_prompts_is_refused(tmp_path: Path, lines: list[st
         ("serve.command=vllm 'serve {port}", "mine.yaml: serve.command: expected a shell's words"),
         ("serve.url=localhost:8000", "mine.yaml: serve.url: expected http://HOST:PORT or https://HOST, got localhost"),
         ("serve.servers=all", "mine.yaml: serve.servers: expected 'together' or 'in_turn', got 'all'"),
+        ("sweep.serve.starts=[1, 2]", "mine.yaml: sweep: expected points that ask servers something else each, got"),
+        (
+            "sweep.policies=[[{name: topk}], [{name: oea, k0: 1}]]",
+            "mine.yaml: sweep: expected points that ask servers something else",
+        ),
         ("serve.port=1", "mine.yaml: serve.port: no such key; expected one of model, command, url, servers"),
         ("prompts.file=none.jsonl", "none.jsonl: cannot read the prompts: No such file"),
         ("policies.1.capacity_factor=-1", "capacity_factor: "),

@@ -42,7 +42,7 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.served import QUANTITIES, agreement, quantiles, request_times
+from moe_ep_bench.analysis.served import QUANTITIES, agreement, lengths, quantiles, request_times
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load
 from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, ServedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
@@ -340,11 +340,14 @@ def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     """Speedups over native and topk, and verdicts on the first, given the noise floor."""
     times_us, found = _whole_times(store)["time_us"], {}
     speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
+    # A whole request takes as long as its answer is: others' lengths decide nothing.
+    of_lengths = lengths(store.requests, rows["native"]) if len(store.requests) else pd.DataFrame()
+    unlike = set(of_lengths.index[of_lengths["other_length_share"] > 0]) if len(of_lengths) else set()
     for case, row in rows.iterrows():
         facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
         modelled, is_shared = getattr(facts, "device", None) is not None, getattr(facts, "oversubscribed", False)
         floor = noise_floor(same_again) if same_again else None
-        verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=is_shared)
+        verdict = judge(None if case in unlike else speedup, floor, is_modelled=modelled, is_oversubscribed=is_shared)
         found[case] = {
             **values_of("speedup_", speedup, ESTIMATE),
             **values_of("over_topk_", over_topk[case], ESTIMATE),
@@ -365,7 +368,7 @@ def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     ``<quantity>_verdict``.
     """
     times_us = _request_times(store)
-    found = [quantiles(times_us), agreement(store.requests, rows["native"])]
+    found = [quantiles(times_us), agreement(store.requests, rows["native"]), lengths(store.requests, rows["native"])]
     for name, column in QUANTITIES.items():
         speedups, judged = _estimates(times_us[column].dropna(), rows["native"]), {}
         for case, row in rows.iterrows():
@@ -481,6 +484,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
     ran_layers, is_served = isinstance(facts, TimedFacts), isinstance(facts, ServedFacts)
     workload = getattr(facts, "workload", None)
+    point = facts.point if ran_layers else {"serve.model": facts.served} if is_served else {}
     device = ran_layers and facts.device and device_name(facts.device, facts.expert_rows)
     of_links = (facts.links, facts.exchange) if ran_layers and facts.links else None
     return {
@@ -500,7 +504,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "peak_load": workload and workload.targets.get("peak_load"),
         "device": device or (run.environment.device_name if ran_layers or is_served else None),
         "links": of_links and links_name(*of_links),
-        "point": json.dumps(facts.point if ran_layers else {}, sort_keys=True),
+        "point": json.dumps(point, sort_keys=True),
         "how": how_words(run, facts),
         "ran_on": ran_on_words(run, facts),
         "ran_on_short": ran_on_words(run, facts, in_short=True),

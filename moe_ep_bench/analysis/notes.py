@@ -89,7 +89,7 @@ def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
     rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
     ok = rows[rows["status"] == "ok"]
     if isinstance(one.facts, ServedFacts):
-        said, weak = _of_servers(one.facts, rows, ok), _weak_servers(ok)
+        said, weak = _of_servers(one.facts, rows, ok), _weak_servers(one.facts, ok)
         return _sentences(said, weak)
     is_timed = KINDS[one.run.mode].is_timed
     said = _of_routing(store, one, rows, ok) + (_of_times(one, rows, ok) if is_timed else [])
@@ -254,6 +254,8 @@ def _of_servers(facts: ServedFacts, rows: pd.DataFrame, ok: pd.DataFrame) -> lis
     starts = f", and Student's t over {facts.num_starts} starts" if facts.num_starts > 1 else ", of this start only"
     spread = f"[95 % interval, bootstrapped over rounds, then requests{starts}]"
     spread = spread if facts.num_batches >= MIN_BATCHES else f"(min..max: fewer than {MIN_BATCHES} rounds)"
+    salted = "cache_salt keeps vLLM's prefix cache from answering, another server's may"
+    cache = salted if facts.cache_salt else "without cache_salt, its prefix cache may answer"
     how = {
         "together": "all servers were up, and rounds went from one to the next",
         "in_turn": "servers were up one after another, so that pairs are minutes apart",
@@ -261,7 +263,7 @@ def _of_servers(facts: ServedFacts, rows: pd.DataFrame, ok: pd.DataFrame) -> lis
     return [
         (f"prompts: {words}, answers of at most {{:,}} tokens, temperature 0", facts.max_tokens),
         ("native: the server without the plugin; {}", facts.url is None and how[facts.servers]),
-        ("one server, at {}; native again is the same one", facts.url),
+        ("one server, at {}; native again is the same one, asked the same: {}", facts.url and (facts.url, cache)),
         ("speedup: native over case, median of pairs of the same request {}", spread),
         (
             "noise floor of a request: {:.3f} to {:.3f}, the difference between native and native again",
@@ -276,8 +278,9 @@ def _of_servers(facts: ServedFacts, rows: pd.DataFrame, ok: pd.DataFrame) -> lis
     ]
 
 
-def _weak_servers(ok: pd.DataFrame) -> list[Note]:
+def _weak_servers(facts: ServedFacts, ok: pd.DataFrame) -> list[Note]:
     native, again = _of(ok, "baseline"), _of(ok, "noise")
+    unlike, short = ok[ok["other_length_share"] > 0], ok[ok["shortest"] < facts.max_tokens]
     return [
         ("native's server was not measured, so there are no speedups", native.empty),
         (
@@ -287,6 +290,14 @@ def _weak_servers(ok: pd.DataFrame) -> list[Note]:
         (
             "native differs from itself: something differs from server to server; the floor covers it",
             native_differs(again),
+        ),
+        (
+            "answers are not as long as native's, so whole requests have no verdict (TTFT, TPOT and tokens/s have): {}",
+            ", ".join(f"{row.label} {100 * row.other_length_share:.0f} %" for row in unlike.itertuples()),
+        ),
+        (
+            "answers are shorter than {} tokens, though ignore_eos was asked: {}",
+            facts.ignore_eos and len(short) > 0 and (facts.max_tokens, ", ".join(short["label"])),
         ),
         (
             "answers came in bunches of {:.1f} tokens (median of a case): the server or something on the way holds "

@@ -96,6 +96,16 @@ def agreement(requests: pd.DataFrame, native: pd.Series) -> pd.DataFrame:
     return pd.concat(parts, axis=1)
 
 
+def lengths(requests: pd.DataFrame, native: pd.Series) -> pd.DataFrame:
+    """Lengths of answers in rounds, by case: ``other_length_share``, those that have not native's; ``shortest``."""
+    rows = requests.loc[requests["kind"] == LOAD, [*_KEY, "num_tokens"]].astype({"num_tokens": float})
+    others = rows.rename(columns={"case": "native", "num_tokens": "num_native"})
+    pairs = rows.assign(native=rows["case"].map(native)).merge(others, on=["native", *ITERATION])
+    is_other = pairs["num_tokens"] != pairs["num_native"]
+    shortest = rows.groupby("case")["num_tokens"].min()
+    return pd.DataFrame({"other_length_share": is_other.groupby(pairs["case"]).mean(), "shortest": shortest})
+
+
 def _compared(
     text: str,
     tokens: Sequence[str],

@@ -182,7 +182,7 @@ def fill(
         table: whose rows make a case done.
         describe: returns ``run.json`` for a run's id.
         measure: writes the rows of a point's cases, given the run's id, and of a launch where there are ``launches``.
-        launches: of a table that is by launch; one that lacks a case is measured whole. None = it is not.
+        launches: of a table that is by launch; one that lacks a case, or lost it, is measured whole. None = it is not.
 
     Raises:
         ValueError: the directory cannot be used; one line.
@@ -190,7 +190,8 @@ def fill(
     with _held(directory, points, conditions, force=force):
         run_id, todo = _new_run_id(), []
         for point, launch in itertools.product(points, [None] if launches is None else launches):
-            done = directory.statuses(point.comparison_id, launch, table)
+            found = directory.statuses(point.comparison_id, launch, table)
+            done = [case_id for case_id, status in found.items() if launch is None or status == "ok"]
             cases = [case for case in point.cases if force or case.case_id not in done]
             if cases:
                 todo.append((point, cases) if launch is None else (point, point.cases, launch))

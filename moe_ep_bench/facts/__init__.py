@@ -455,6 +455,7 @@ class ServedFacts(JsonRecord):
         num_batches: rounds of ``requests``, in each start of the servers.
         prompts: their file; None = random words, ``num_words`` of each.
         concurrency: requests in flight; None = ``rate`` a second.
+        served: ``serve.model``, whole.
         url: of a server that was running; None = each case had its own.
         task: names of tasks that the harness asked; ``limit``, of questions of each.
     """
@@ -464,6 +465,7 @@ class ServedFacts(JsonRecord):
     order: int = 0
     num_batches: Count
     num_starts: Count
+    served: str | None = None
     requests: Count
     alone: NonNegativeInt = 0
     concurrency: Count | None = None
@@ -473,6 +475,8 @@ class ServedFacts(JsonRecord):
     prompts: str | None = None
     num_words: Count
     max_tokens: Count
+    ignore_eos: bool = False
+    cache_salt: bool = False
     task: str | None = None
     limit: int | None = None
     num_ranks: Count = 1

@@ -48,7 +48,7 @@ from moe_ep_bench.serving import POLICY as POLICY_VARIABLE
 from moe_ep_bench.serving.client import Answer, Client
 from moe_ep_bench.serving.config import ServeExperiment
 from moe_ep_bench.serving.prompts import Prompt, random_prompts, read_prompts
-from moe_ep_bench.serving.server import Running, Server, ServerError, ended_by_sigterm
+from moe_ep_bench.serving.server import Running, Server, ServerError, ended_by_signals
 
 # What the plugin needs is so in every server: none is faster for that.
 _VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -86,10 +86,10 @@ class ServedComparison:
         text = json.dumps(list(self.prompts))
         return {
             "mode": self.mode,
-            "model": self.model.name,
+            "model": serve.model,
             "prompts": hashlib.sha256(text.encode()).hexdigest()[:16],
             "seed": prompts.seed,
-            **prompts.model_dump(include={"max_tokens", "ignore_eos", "logprobs"}),
+            **prompts.model_dump(include={"max_tokens", "ignore_eos", "logprobs", "cache_salt"}),
             **of_load,
             "acts_in": serve.acts_in,
             **self.of_tasks,
@@ -138,13 +138,14 @@ class ServedComparison:
         return ServedFacts(
             title=self.title,
             model=self.model.name,
+            served=serve.model,
             num_batches=serve.rounds,
             num_starts=serve.starts,
             prompts=of_file,
             task=", ".join(task.name for task in self.experiment.tasks) or None,
             limit=self.experiment.limit,
             **serve.model_dump(include={"servers", "requests", "alone", "concurrency", "rate", "url"}),
-            **prompts.model_dump(include={"max_tokens", "num_words"}),
+            **prompts.model_dump(include={"max_tokens", "num_words", "ignore_eos", "cache_salt"}),
         )
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
@@ -164,7 +165,12 @@ def plan_serve(config: Path, overrides: Iterable[str]) -> list[ServedComparison]
         with naming(f"{config}: prompts.file" if experiment.prompts.file else str(config)):
             prompts = read_prompts(experiment.prompts, serve.rounds * serve.requests + serve.alone)
         comparison = ServedComparison(experiment, prompts)
-        planned.setdefault(comparison.comparison_id, comparison)
+        if (same := planned.setdefault(comparison.comparison_id, comparison)) is not comparison:
+            points = " and ".join(str(dict(one.point)) for one in (same.experiment, experiment))
+            raise UserError(
+                f"{config}: sweep: expected points that ask servers something else each, got {points}; "
+                "policies make one list, and a list in a policy's field a policy each"
+            )
     commands = {(one.experiment.serve.command, one.experiment.serve.url) for one in planned.values()}
     if len(commands) > 1:
         raise UserError(f"{config}: sweep: expected one serve.command and serve.url, got {len(commands)}")
@@ -195,6 +201,8 @@ def run_serve(
             for task in experiment.tasks:
                 check_task(task.name, experiment.include)
     directory, serve = RunDirectory(out), comparisons[0].experiment.serve
+    if not force:
+        _check_kept(directory, comparisons)
     environment = provenance.describe(torch.device("cpu")) | {
         **provenance.describe_gpus(),
         "command": serve.command if serve.url is None else None,
@@ -208,7 +216,7 @@ def run_serve(
         return run_json(run_id, comparisons, environment, ServedComparison.facts)
 
     def ask(run_id: str, comparison: ServedComparison, cases: Sequence[CaseSpec], start: int) -> None:
-        found = _asked(comparison, cases, start, out / "servers")
+        found = _asked(comparison, cases, start, out / "servers", run_id)
         rows = [identity(run_id, comparison, one.case) | one.columns for one in found]
         for one in found:  # before its requests, which make a case done
             if one.scores and one.lost is None:
@@ -217,7 +225,7 @@ def run_serve(
         directory.write("requests", comparison.comparison_id, rows, start)
 
     conditions = {key: environment[key] for key in ("device_name", "command", "url")}
-    with ended_by_sigterm():
+    with ended_by_signals():
         launches = range(max(one.experiment.serve.starts for one in comparisons))
         fill(directory, comparisons, "requests", conditions, described, ask, force=force, launches=launches)
     statuses = [
@@ -227,6 +235,23 @@ def run_serve(
         for case in one.cases
     ]
     return OK if set(statuses) == {"ok"} else CASES_FAILED
+
+
+def _check_kept(directory: RunDirectory, comparisons: Sequence[ServedComparison]) -> None:
+    """Refuse policies that are not those of the directory's, whose starts would be written anew without them."""
+    earlier = directory.earlier() or {"cases": {}}
+    for one in comparisons:
+        own = {case.case_id for case in one.cases}
+        gone = [
+            case["policy"]
+            for case_id, case in earlier["cases"].items()
+            if case["comparison_id"] == one.comparison_id and case_id not in own
+        ]
+        if gone:
+            raise UserError(
+                f"--out {directory.root}: {one.title}: holds {', '.join(gone)}, which this config has not; "
+                "keep those policies in it, choose another directory, or --force to begin anew without them"
+            )
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -239,6 +264,7 @@ class _Contestant:
     comparison: ServedComparison
     case: CaseSpec
     server: Server | Running
+    salt: str
     client: Client | None = None
     rows: list[Row] = field(default_factory=list)
     scores: list[Row] = field(default_factory=list)
@@ -262,6 +288,8 @@ class _Contestant:
             return
         more = {"ignore_eos": True} if prompts.ignore_eos else {}
         more |= {"logprobs": 1} if prompts.logprobs else {}
+        # A server of our own has seen none of these prompts.
+        more |= {"cache_salt": self.salt} if prompts.cache_salt and serve.url is not None else {}
         self.client = Client(self.server.url, self.name, serve.request_s, max_tokens=prompts.max_tokens, **more)
         self._send("the warm-up", random_prompts(prompts, serve.requests, warm_up=True), self._load(0))
 
@@ -319,9 +347,11 @@ class _Contestant:
         tqdm.write(f"moe-ep-bench: {self.case.label}: {self.lost[0]}: {self.lost[1]}", file=sys.stderr)
 
     def stop(self) -> None:
-        if self.client is not None:
-            self.client.close()
-        self.server.stop()
+        try:
+            if self.client is not None:
+                self.client.close()
+        finally:
+            self.server.stop()
 
 
 def _columns(answer: Answer) -> Row:
@@ -329,10 +359,15 @@ def _columns(answer: Answer) -> Row:
     return {name: value for name, value in vars(answer).items() if name != "failure"}
 
 
-def _asked(comparison: ServedComparison, cases: Sequence[CaseSpec], start: int, logs: Path) -> list[_Contestant]:
+def _asked(
+    comparison: ServedComparison, cases: Sequence[CaseSpec], start: int, logs: Path, run_id: str
+) -> list[_Contestant]:
     """All cases of one start, with their answers; no server is left."""
     serve = comparison.experiment.serve
-    everyone = [_Contestant(comparison, case, _server(comparison, case, start, logs)) for case in cases]
+    everyone = [
+        _Contestant(comparison, case, _server(comparison, case, start, logs), f"{run_id}-{start}-{case.case_id}")
+        for case in cases
+    ]
     drawn = np.random.default_rng([comparison.experiment.prompts.seed, start])
     in_order = [everyone[place] for place in drawn.permutation(len(everyone))]
     groups = [in_order] if serve.servers == "together" else [[one] for one in in_order]
@@ -353,10 +388,13 @@ def _asked(comparison: ServedComparison, cases: Sequence[CaseSpec], start: int, 
 
 @contextlib.contextmanager
 def _serving(group: Sequence[_Contestant]) -> Iterator[None]:
-    """Servers that are up while the block lasts; the first ends first where several do."""
+    """Servers that are up while the block lasts; then all are told to end before any is waited for."""
     with contextlib.ExitStack() as up:
         for one in group:
             up.callback(one.stop)
+        for one in group:
+            up.callback(one.server.terminate)
+        for one in group:
             one.start()
         yield
 

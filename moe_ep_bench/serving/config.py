@@ -31,6 +31,8 @@ class PromptsConfig(Strict):
     """Answer to ``max_tokens`` (vLLM, SGLang)."""
     logprobs: bool = True
     """Ask for log-probabilities."""
+    cache_salt: bool = True
+    """Keep prefix caches out at ``serve.url`` (vLLM)."""
 
 
 class ServersConfig(Strict):

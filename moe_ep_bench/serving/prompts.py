@@ -1,6 +1,7 @@
 """The prompts of ``serve``: lines of a JSONL, or random words, which any server's tokenizer takes.
 
 No prompt comes twice to a server, whose prefix cache would answer it: rounds, and what is sent alone, have their own.
+A server at ``serve.url`` gets them from every case and start, each under a ``cache_salt`` of its own (``ab``).
 """
 
 from __future__ import annotations
@@ -43,19 +44,29 @@ def random_prompts(config: PromptsConfig, number: int, *, warm_up: bool = False)
 
 def _of_file(path: Path, number: int) -> list[Prompt]:
     try:
-        lines = [line for line in read_text(path).splitlines() if line.strip()]
+        text = read_text(path).removeprefix("\ufeff")
     except OSError as error:
         raise UserError(f"{path}: cannot read the prompts: {error.strerror}") from None
+    lines = [(place, line) for place, line in enumerate(text.split("\n"), 1) if line.strip()]
     if len(lines) < number:
         raise UserError(
             f"{path}: expected {number} prompts (serve.rounds x serve.requests + serve.alone), each sent once; "
             f"got {len(lines)}"
         )
-    return [_prompt(line, f"{path}: line {place}") for place, line in enumerate(lines[:number], 1)]
+    prompts, seen = [], {}
+    for place, line in lines[:number]:
+        prompts.append(_prompt(line, f"{path}: line {place}"))
+        if (first := seen.setdefault(json.dumps(prompts[-1]), place)) != place:
+            raise UserError(f"{path}: lines {first} and {place}: expected each prompt once, got it twice")
+    return prompts
 
 
 def _prompt(line: str, where: str) -> Prompt:
     content = parse_json(line, where)
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a pair of surrogates
+        raise UserError(f"{where}: expected a text that UTF-8 can hold, got {brief(json.dumps(content))}") from None
     content = content if isinstance(content, dict) else {"": content}
     messages, prompt = content.get("messages"), content.get("prompt")
     is_message = lambda one: isinstance(one, dict) and {"role", "content"} <= set(one)  # noqa: E731

@@ -155,20 +155,26 @@ class Server:
                         return True
         return False
 
+    def terminate(self) -> None:
+        """Tell it to end, and wait for nothing."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
     def stop(self) -> None:
         """End it: SIGTERM, then, of all that is left of its group and its children, SIGKILL."""
         if self.process is None:
             return
         family = self._processes()
-        if self.process.poll() is None:
-            self.process.terminate()
+        try:
+            self.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_GRACE_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
         self.process.wait()
         deadline = time.monotonic() + _KILLED_S
         while any(map(_is_alive, family)) and time.monotonic() < deadline:
@@ -194,6 +200,9 @@ class Running:
 
     def died(self) -> None:
         return None
+
+    def terminate(self) -> None:
+        """It goes on."""
 
     def stop(self) -> None:
         """It goes on."""
@@ -223,16 +232,24 @@ def _is_taken(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM leave the block as an exception, so that it stops what it started; the status is 143."""
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM leave the block as an exception, as SIGINT does, so that it stops what it started; the status is 143.
+
+    A second signal would leave a server behind, so it is ignored: servers have a minute, all together.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def leave(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
+        for one in numbers:
+            signal.signal(one, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         print("moe-ep-bench: stopped: what is finished is kept, the same command does what is left", file=sys.stderr)
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

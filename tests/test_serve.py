@@ -508,7 +508,7 @@ def test_a_start_that_lost_a_server_is_asked_again_and_others_are_not(tmp_path: 
     (tmp_path / "broken").touch()
     assert serve(config) == CASES_FAILED
     (tmp_path / "broken").unlink()
-    more = ["--set", "serve.starts=2"]
+    more = ["--set", "serve.starts=2", "--set", "policies=[{name: topk}]"]  # nothing was there of the other
     assert serve(config, *more) == OK
     assert len(noted(tmp_path, "start")) == 2 + 2 * 3
     assert serve(config, *more) == OK

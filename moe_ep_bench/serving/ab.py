@@ -238,18 +238,20 @@ def run_serve(
 
 
 def _check_kept(directory: RunDirectory, comparisons: Sequence[ServedComparison]) -> None:
-    """Refuse policies that are not those of the directory's, whose starts would be written anew without them."""
-    earlier = directory.earlier() or {"cases": {}}
+    """Refuse to write starts anew without policies whose answers are in them, and which the config lacks."""
+    named = (directory.earlier() or {}).get("cases", {})
     for one in comparisons:
-        own = {case.case_id for case in one.cases}
-        gone = [
-            case["policy"]
-            for case_id, case in earlier["cases"].items()
-            if case["comparison_id"] == one.comparison_id and case_id not in own
-        ]
+        answered = {
+            case_id
+            for start, _ in enumerate(directory.parts("requests").get(one.comparison_id, ()))
+            for case_id, status in directory.statuses(one.comparison_id, start, "requests").items()
+            if status == "ok"
+        }
+        gone = answered & set(named) - {case.case_id for case in one.cases}
         if gone:
+            policies = ", ".join(sorted(named[case_id]["policy"] for case_id in gone))
             raise UserError(
-                f"--out {directory.root}: {one.title}: holds {', '.join(gone)}, which this config has not; "
+                f"--out {directory.root}: {one.title}: holds {policies}, which this config has not; "
                 "keep those policies in it, choose another directory, or --force to begin anew without them"
             )
 

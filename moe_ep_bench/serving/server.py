@@ -114,7 +114,8 @@ class Server:
             except httpx2.ConnectError:
                 pass  # It is not there yet.
             except TimeoutError:
-                problem = problem or "/v1/models: no whole answer"
+                if left_s > _ASKED_S:  # else the time was short
+                    problem = problem or "/v1/models: no whole answer"
             except httpx2.HTTPError as error:
                 problem = f"/v1/models: {str(error) or type(error).__name__}"
             time.sleep(_POLL_S)

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import yaml
 
@@ -148,7 +148,7 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_bytes(), path)
 
 
-def is_whole_number(value: object, least: int = 0) -> bool:
+def is_whole_number(value: object, least: int = 0) -> TypeGuard[int]:
     """Whether a JSON value is a whole number from ``least`` on; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -167,7 +167,10 @@ _SCALARS = (
 )
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+_SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
     """Takes no key twice, of which PyYAML would take the last."""
 
     yaml_implicit_resolvers: ClassVar = {}

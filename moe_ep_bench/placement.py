@@ -401,7 +401,7 @@ class Slots:
         alike = num_ranks // (num_sources or num_ranks)
         expert_RS = balanced.slot_expert_P.reshape(num_ranks, -1)
         expert_P = np.where(expert_RS == FREE, expert_RS[:, :1], expert_RS).ravel()
-        moved_RR = balanced.moved_RR(num_ranks) * expert_bytes if balanced.moves else None
+        moved_RR = balanced.moved_RR(num_ranks) * np.float64(expert_bytes) if balanced.moves else None
         if balanced.pairs_P is None:
             return Slots._in_turn(expert_P, num_experts, num_ranks, moved_RR, num_sources)
         slots_E = [np.flatnonzero(expert_P == expert) for expert in range(num_experts)]

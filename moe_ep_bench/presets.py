@@ -108,7 +108,7 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     return fields
 
 
-def validated(kind: type[_Kind], fields: Mapping[str, Any], where: object = "", *, strict: bool = True) -> _Kind:
+def validated(kind: type[_Kind], fields: Any, where: object = "", *, strict: bool = True) -> _Kind:
     """Check the fields of a file.
 
     Args:
@@ -127,7 +127,7 @@ def validated(kind: type[_Kind], fields: Mapping[str, Any], where: object = "", 
         raise UserError(": ".join(filter(None, [str(where), *_complaint(kind, fields, problem)]))) from None
 
 
-def _complaint(kind: type[BaseModel], fields: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, str]:
+def _complaint(kind: type[BaseModel], fields: Any, problem: Mapping[str, Any]) -> tuple[str, str]:
     """The dotted key of one error of pydantic's, and what is wrong with it."""
     models, value, keys, known = [kind], fields, [], list[str]()
     for part in problem["loc"]:

@@ -174,8 +174,8 @@ class RunDirectory:
         """
         path, schema = self.path(table, comparison_id, launch), TABLES[table].schema
         kept = schema.empty_table()
-        before = None if replaces is None else _read(path)
-        if before is not None and before.schema.equals(schema):  # Rows of other columns cannot stay.
+        # Rows of other columns cannot stay.
+        if replaces is not None and (before := _read(path)) is not None and before.schema.equals(schema):
             kept = before.filter(~pc.field("case_id").isin(list(replaces)))
         if launch is not None and conditions is not None:
             write_json(self.conditions(comparison_id, launch), conditions)
@@ -237,7 +237,8 @@ def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
 def _read(path: Path) -> pa.Table | None:
     """A part; None where there is none that can be read whole."""
     try:
-        return pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
+            return part.read()
     except (OSError, pa.ArrowException):
         return None
 

@@ -12,7 +12,7 @@ SCHEMA_VERSION = 6
 
 # A rehearsal is a run whose ranks share a device: nothing of it is timed.
 REHEARSAL = "rehearsal"
-MODES = ("run", "emulated", "route", "quality", "serve", REHEARSAL)
+Mode = Literal["run", "emulated", "route", "quality", "serve", "rehearsal"]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ ADVICE = "advice.json"
 # Shares are sums of float32.
 DIGITS = 6
 ROUNDING = 10**-DIGITS
+# Why native stays, and what is said of a plan.
+Reason = Literal["no_gain", "little_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"]
+Decision = Literal["enable", "not_now", "insufficient"]
 
 
 class _Fact(JsonRecord):
@@ -52,7 +55,7 @@ class Case(_Fact):
     origin: str
     median_ms: PositiveFloat | None
     whole: Pass | None = None
-    phases_ms: dict[str, NonNegativeFloat] = Field({})
+    phases_ms: dict[str, NonNegativeFloat] = Field(default={})
     fullest_rank: NonNegativeFloat | None = None
 
 
@@ -133,7 +136,7 @@ class Upkeep(_Fact):
     """
 
     label: str
-    decision: Literal["enable", "not_now", "insufficient"]
+    decision: Decision
     speedup: PositiveFloat
     low: float
     high: float
@@ -154,7 +157,8 @@ class Upkeep(_Fact):
         """
         gain_ms = native_ms - median_ms + (facts["rearrange_ms"] / every if every else 0.0)
         pays_after = max(1, math.ceil(facts["rearrange_ms"] / gain_ms)) if gain_ms > 0 else None
-        decision = {"faster": "enable", "slower": "not_now"}.get(verdict, "insufficient")
+        decisions: dict[str, Decision] = {"faster": "enable", "slower": "not_now"}
+        decision = decisions.get(verdict, "insufficient")
         if facts["high"] < 1 or pays_after is None:
             decision = "not_now"
         return Upkeep(decision=decision, every=every, pays_after=pays_after, **facts)
@@ -230,9 +234,7 @@ class Answer(_Fact):
     scope: Literal["layer", "model"]
     native: Case
     pick: Candidate | None
-    reason: Literal["no_gain", "little_gain", "no_baseline", "does_not_fit", "oversubscribed", "few_batches"] | None = (
-        None
-    )
+    reason: Reason | None = None
     fastest: Candidate | None = None
     beside: Candidate | None = None
     next_best: Candidate | None = None
@@ -266,7 +268,7 @@ class Advice(_Fact):
     """
 
     version: Literal[1] = 1
-    lines: list[str] = Field([])
+    lines: list[str] = Field(default=[])
     max_dropped: float
     min_retained: float
     versus: str | None = None

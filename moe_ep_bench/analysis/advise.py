@@ -24,6 +24,7 @@ from moe_ep_bench.analysis.advice import (
     HeldOut,
     Pass,
     RankTokens,
+    Reason,
     Spread,
     Upkeep,
     Variant,
@@ -66,6 +67,7 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
     """
     rows, about = _rows(store, bounds, versus), comparisons(store).set_index("comparison_id", drop=False)
     natives = matching(cases(store), "role == 'baseline'").set_index("comparison_id", drop=False)
+    facts_of, native_of = ({str(name): row for name, row in frame.iterrows()} for frame in (about, natives))
     answers, questions = [], _alike_but_for_overlap(about)
     for names in questions:
         own = {name: rows[rows["comparison_id"] == name] for name in names}
@@ -73,12 +75,12 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
         differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
         variants = tuple(
             Variant(
-                overlap=about.loc[name, "facts"]["overlap"], native=_native(natives.loc[name]), pick=_picked(own[name])
+                overlap=facts_of[name]["facts"]["overlap"], native=_native(native_of[name]), pick=_picked(own[name])
             )
             for name in (() if differ else others)
         )
         for name in (first, *differ):
-            answer = _answer(own[name], about.loc[name], natives.loc[name])
+            answer = _answer(own[name], facts_of[name], native_of[name])
             if variants:
                 point = {key: value for key, value in answer.point.items() if key != OVERLAP}
                 answer = answer.model_copy(update={"variants": variants, "point": point})
@@ -156,7 +158,7 @@ def _alike_but_for_overlap(about: pd.DataFrame) -> list[list[str]]:
     alike: dict[tuple[str, str], list[str]] = {}
     for name, facts in about.iterrows():
         point = {key: value for key, value in json.loads(facts["point"]).items() if key != OVERLAP}
-        alike.setdefault((facts["facts"]["title"], json.dumps(point)), []).append(name)
+        alike.setdefault((facts["facts"]["title"], json.dumps(point)), []).append(str(name))
     return list(alike.values())
 
 
@@ -185,12 +187,12 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
     """What to do with one comparison's traffic."""
     fit, rest, pick = about["facts"].get("fit"), about["facts"].get("rest"), _picked(rows)
     fit = fit and Fit(**fit)
-    reasons = {
+    reasons: dict[Reason, bool] = {
         "no_baseline": native["status"] != "ok",
         "does_not_fit": fit is not None and not fit.holds(),
         "oversubscribed": about["oversubscribed"],
         "few_batches": len(rows) > 0 and not rows["speedup_is_interval"].eq(True).any(),
-        "little_gain": rows["standing"].eq("faster").any(),
+        "little_gain": bool(rows["standing"].eq("faster").any()),
         "no_gain": True,
     }
     within = rows[~rows["standing"].isin(BARRED)].sort_values("speedup_median")
@@ -242,7 +244,7 @@ def _held_out(rows: pd.DataFrame) -> HeldOut | None:
     allowed = rows[~rows["standing"].isin(BARRED) & (rows["earlier"] > 1) & rows["later"].notna()]
     if allowed.empty:
         return None
-    chosen = allowed.loc[allowed["earlier"].idxmax()]
+    chosen = allowed.nlargest(1, "earlier").iloc[0]
     return HeldOut(label=chosen["label"], earlier=chosen["earlier"], later=chosen["later"])
 
 
@@ -269,7 +271,7 @@ def _native(row: pd.Series) -> Case:
 
 def _shown(row: pd.Series) -> dict[str, Any]:
     """Facts of a case that are of several columns."""
-    phases = {group: row.get(f"{group}_ms") for group in GROUPS}
+    phases: dict[str, Any] = {group: row.get(f"{group}_ms") for group in GROUPS}
     return {"whole": _pass(row), "phases_ms": {group: max(0, ms) for group, ms in phases.items() if not missing(ms)}}
 
 
@@ -292,7 +294,7 @@ def _redundant_experts(row: pd.Series) -> dict[str, Any]:
     return {"redundant_experts": params["spare_per_rank"] * row["ep_size"], "is_eplb": row["policy"] == "eplb"}
 
 
-def _values(row: Row, kind: type[JsonRecord], prefix: str = "") -> dict[str, Any]:
+def _values(row: Row | pd.Series, kind: type[JsonRecord], prefix: str = "") -> dict[str, Any]:
     """Fields that are columns, whose names may begin with a prefix; null where a row has none."""
     named = {name: f"{prefix}{name}" for name in kind.model_fields}
     return {name: None if missing(row[column]) else row[column] for name, column in named.items() if column in row}
@@ -310,7 +312,7 @@ def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(["is_pick", "is_barred", "speedup_median"], ascending=[False, True, False])
 
 
-def _growth(row: Row) -> Growth | None:
+def _growth(row: Row | pd.Series) -> Growth | None:
     """Why a candidate is hardly faster than native; None where it is, or where nothing takes longer."""
     return None if missing(row["growth_us"]) else Growth(**_values(row, Growth, "growth_"))
 

@@ -177,7 +177,8 @@ def text_costs(answers: Answers) -> pd.DataFrame:
     about = [*(name for name in _CASE if name != "phase"), *_GROUP]
     rows = answers.cases[about].join(_routing_means(answers.routing), how="inner").reset_index()
     judged = answers.cases[~is_native].groupby("comparison_id")["phase"].agg(set)
-    is_shown = [row.phase in judged.get(row.comparison_id, {row.phase}) for row in rows.itertuples()]
+    of_rows = zip(rows["comparison_id"], rows["phase"], strict=True)
+    is_shown = [phase in judged.get(comparison, {phase}) for comparison, phase in of_rows]
     rows = rows[is_shown].join(costs, on="case_id")
     return rows.assign(policy_params=rows["policy_params"].map(params_json)).reset_index(drop=True)
 

@@ -16,7 +16,7 @@ whichever columns a directory has: NaN among numbers, None among all else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def of_each(frame_of: Callable[[Directory], pd.DataFrame]) -> Callable[[Store], 
 
 def _nulls_alike(rows: pd.DataFrame) -> pd.DataFrame:
     """NaN among numbers, None among all else."""
-    words = {name: column.astype(object) for name, column in rows.items() if not is_numeric_dtype(column)}
+    words = {str(name): column.astype(object) for name, column in rows.items() if not is_numeric_dtype(column)}
     nulls = {name: column.isna() for name, column in words.items()}
     alike = {name: column.where(~nulls[name], None) if nulls[name].any() else column for name, column in words.items()}
     return rows.assign(**alike).reset_index(drop=True)
@@ -209,8 +209,8 @@ def differs_from_topk(rows: pd.DataFrame) -> pd.Series:
     floor, by more than the model can tell.
     """
     ratio = rows["speedup_median"].mask(rows["role"] == "baseline", 1.0) / rows["over_topk_median"]
-    floor = np.log(rows["floor_high"].mask(rows["origin"].isin(NOT_EXECUTED)))
-    return np.log(ratio).abs() > floor.fillna(np.log1p(LEAST_MODELLED))
+    floor = rows["floor_high"].mask(rows["origin"].isin(NOT_EXECUTED)).transform(np.log)
+    return ratio.transform(np.log).abs() > floor.fillna(np.log1p(LEAST_MODELLED))
 
 
 @lru_cache(maxsize=4)
@@ -220,7 +220,8 @@ def _listed(store: Directory) -> pd.DataFrame:
     Beside columns of ``cases``: ``comparison``, the object; ``native``, ``topk`` and ``noise``, the numbers of the
     comparison's measured cases of that kind; ``probe_floor_us``; ``ep_size``.
     """
-    rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
+    numbered = zip(store.cases["comparison"], store.cases.itertuples(), strict=True)
+    rows = pd.DataFrame([_identity(store.comparisons[number], case) for number, case in numbered])
     rows = rows.astype({"capacity_factor": float})
     place = store.cases["comparison"]
     for name, is_kind in {
@@ -303,13 +304,15 @@ def _times(store: Directory) -> pd.DataFrame:
     """
     times_us = _whole_times(store)
     by_case = times_us["time_us"].groupby(level="case")
-    ends = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
+    ends = (
+        by_case.quantile(np.array([0.5, 0.9, 0.99])).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
+    )
     if len(store.requests):
         return ends
     is_bound = times_us["host_us"] >= times_us["time_us"]
     beside = store.samples.set_index(["case", "rank"])[[HOST_BUSY, SM_CLOCK]].astype(float).dropna(how="all")
     of_rank = beside.groupby(level=["case", "rank"]).median().groupby(level="case")
-    several = times_us.index.get_level_values("case").map(_num_groups(store)) > 1
+    several = _num_groups(store).loc[times_us.index.get_level_values("case")].to_numpy() > 1
     slowest_group_us = times_us["slowest_group_us"].where(several)
     return ends.assign(
         slowest_group_ms=slowest_group_us.groupby(level="case").median() / 1e3,
@@ -322,12 +325,14 @@ def _times(store: Directory) -> pd.DataFrame:
 
 def _num_groups(store: Directory) -> pd.Series:
     """EP groups by case."""
-    return _listed(store)["comparison"].map(lambda one: getattr(one.facts, "num_replicas", 1))
+    return _listed(store)["comparison"].map(lambda one: getattr(one.facts, "num_replicas", 1), "ignore")
 
 
-def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | None]:
+def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[Hashable, Estimate | None]:
     """Speedup of each case over another, ``pairs`` by case; None over itself, and where nothing pairs."""
-    by_case = {case: of_case.droplevel("case") for case, of_case in times_us.groupby(level="case")}
+    by_case: dict[Hashable, pd.Series] = {
+        case: of_case.droplevel("case") for case, of_case in times_us.groupby(level="case")
+    }
     return {
         case: estimate_median(paired_ratios(by_case[over], by_case[case]))
         if over in by_case and case in by_case and over != case
@@ -383,7 +388,8 @@ def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
             f"{name}_floor_{end}" for end in ("low", "high")
         ]
         found.append(pd.DataFrame.from_dict(judged, orient="index").astype(dict.fromkeys(numbers, float)))
-    return found[0].join(found[1:], how="outer").reindex(rows.index)
+    first, *others = found
+    return first.join([*others], how="outer").reindex(rows.index)
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -494,7 +500,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         **values_of("", workload, ("tail_model", "seed")),
         "title": (title := title_words(facts)),
         "sizes": workload and sizes_words(facts),
-        "traffic": traffic_words(workload) if isinstance(facts, RoutedFacts) else None,
+        "traffic": traffic_words(facts.workload) if isinstance(facts, RoutedFacts) else None,
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
         "is_one_draw": is_one_draw(facts) if workload else False,

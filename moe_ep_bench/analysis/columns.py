@@ -25,7 +25,7 @@ from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 NONE = "-"
 # What ``topk`` has that native, Megatron-Core's own, has not.
 SAME_KERNELS = "which runs the same kernels"
-Row = dict[str, Any]
+Row = dict[Any, Any]  # a record of a frame, by column
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Column:
         """A row's cell."""
         if self.cell is not None:
             return self.cell(row)
-        value = row.get(self.name)
+        value: Any = row.get(self.name)
         if missing(value):
             return NONE
         if self.form is None:
@@ -185,7 +185,7 @@ def short_labels(rows: pd.DataFrame, width: float = math.inf) -> pd.Series:
         parts, short = shorter.where(is_clear, parts), more.where(is_clear, short)
     if width < math.inf:
         shared = {first: set.intersection(*map(set, of)) for first, of in parts.groupby(parts.str[0])}
-        cut = parts.map(lambda words: _cut(words, shared[words[0]], width))
+        cut = parts.map(lambda words: _cut(words, shared[words[0]], width), "ignore")
         parts = cut.where(_is_clear(full, cut.map(" ".join)), parts)
     return parts.map(" ".join)
 

@@ -200,7 +200,7 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
     """
     stores = [load_timed(directory, or_served=True) for directory in (base, new)]
     sides = _side_by_side(_JOBS, list(map(cases, stores)), list(map(_costs, stores)))
-    rows = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
+    rows: list[Row] = [row | {"floor": _floor(row)} for row in sides.to_dict("records")]
     if all(row["not_compared"] for row in rows):
         raise ResultsError(
             f"{new}: no case is in {base} as well; expected results of the same command and config on as many ranks "
@@ -216,7 +216,7 @@ def compare_directories(base: Path, new: Path, *, limit: float | None = None) ->
         kept = [percentage("retained_mass_new", "mass kept")] * bool(of_one["retained_mass_new"].notna().any())
         columns = [*_JOBS.shown, *lost_columns(of_one, "_new"), *kept]
         title = "{title}: {how}, {ran_on}".format_map(of_one.iloc[0])
-        notes = list(_notes(of_one, old.get(name, {}), now.get(name, {})))
+        notes = list(_notes(of_one, old.get(str(name), {}), now.get(str(name), {})))
         tables.append(Table(shown, columns, title, notes, "instead"))
     return Change(frame, tables, [f"BASE {base}", f"NEW  {new}"], list(_answer(frame, limit)), limit)
 
@@ -316,10 +316,10 @@ def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) 
         for row in differ.to_dict("records"):  # equal ids mean equal routing
             shares = [f"{100 * row[f'{name}_{run}']:.1f} %" for run in ("base", "new")]
             yield f"{WARNING}{row['label']} {words} {shares[0]} in BASE and {shares[1]} in NEW: not of the same work"
-    for row in _native_moved(rows).itertuples():
+    for row in _native_moved(rows).to_dict("records"):
         yield (
-            f"{WARNING}native itself became {row.verdict} ({_percent(row.change_ratio)} %): the machine changed, or "
-            "code that all cases share"
+            f"{WARNING}native itself became {row['verdict']} ({_percent(row['change_ratio'])} %): the machine changed, "
+            "or code that all cases share"
         )
 
 
@@ -371,7 +371,7 @@ def compare_ranks(directory: Path) -> Change:
     written = read_document(files.pairs, Pairs)
     stores = [load(root, join_draws=False) for root in (files.real, files.emulated)]
     about = comparisons(stores[0]).set_index("comparison_id")
-    titles = {name: about.at[pair[0], "title"] for pair in written.pairs for name in pair}
+    titles = {name: str(about.at[pair[0], "title"]) for pair in written.pairs for name in pair}
     rows = _side_by_side(_RANKS, *zip(*(_rows_and_ratios(store, titles) for store in stores), strict=True))
     rows = rows[rows["case_id_real"].notna()]
     why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
@@ -381,7 +381,7 @@ def compare_ranks(directory: Path) -> Change:
     ]
     ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in rows["change"]], rows.index)
     rows = rows.drop(columns=["loads_real", "loads_emulated", "change"]).join(ends)
-    rows = rows.assign(why=rows["comparison"].map(why), verdict=verdicts)
+    rows = rows.assign(why=rows["comparison"].map(why), verdict=pd.Series(verdicts, rows.index))
     ran = about.loc[[first for first, _ in written.pairs]]
     margin = f"{100 * written.margin:g} %"
     notes = [

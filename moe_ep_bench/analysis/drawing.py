@@ -51,7 +51,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     """
     rows = cases(store)
     is_replica, is_balanced = rows["role"] == "replication", rows["role"] == "balanced"
-    spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
+    spare = rows["policy_params"].map(lambda params: json.loads(params).get("spare_per_rank"), "ignore")
     line = labels(rows, without=[FACTOR, "spare_per_rank"]).where(is_replica | (rows["role"] == "policy"), None)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
@@ -66,7 +66,7 @@ def case_rows(store: Store) -> pd.DataFrame:
         facet=rows["directory"] + "/" + rows["comparison_id"],
         title=rows["title"].mask(in_several, rows["title"] + ", from " + rows["directory"]),
         line=line,
-        kind=labels(rows.assign(settings=[()] * len(rows))),
+        kind=labels(rows.assign(settings=pd.Series([()] * len(rows), rows.index, dtype=object))),
         name=(line.astype("str") + factor).where((rows["role"] == "policy") & line.notna(), rows["label"]),
         step=step,
         at=step.where(step.notna(), line),
@@ -284,16 +284,16 @@ def value_words(value: Any) -> str:
 
 def public_columns(rows: pd.DataFrame) -> list[str]:
     """The columns that can be asked for."""
-    return [name for name in rows if name not in HIDDEN]
+    return [str(name) for name in rows if name not in HIDDEN]
 
 
 def with_fields(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with parameters of policies, and swept keys by their last words, as columns."""
     for column in ("policy_params", "point"):
         if column in rows:
-            fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
+            fields = pd.DataFrame([json.loads(text or "{}") for text in rows[column]], rows.index)
             fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
-            free = [name for name in fields if name not in rows or rows[name].isna().all()]
+            free = [str(name) for name in fields if name not in rows or rows[name].isna().all()]
             more = [name for name in free if name.isidentifier() and name not in HIDDEN | ADDED]
             rows = rows.drop(columns=more, errors="ignore").join(fields[more].map(_flat))
     return rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pandas as pd
 
@@ -25,13 +25,16 @@ LAYER = "workload.layer"
 _APART = {"point", "workload", "title", "sizes", "rank_tokens", "order"}
 
 
+_Facts = TypeVar("_Facts", bound=TimedFacts | RoutedFacts | JudgedFacts | ServedFacts, covariant=True)
+
+
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Generic[_Facts]):
     """Facts that cases on the same batches share, and the conditions of each launch."""
 
     directory: str
     comparison_id: str
-    facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts
+    facts: _Facts
     run: RunFacts
     conditions: Mapping[int, Conditions]
 

@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.answer_costs import half_interval, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.columns import COSTS, cost_words
 from moe_ep_bench.analysis.drawing import Figure
-from moe_ep_bench.analysis.marks import are_names, bars, inches_of_rows, places_of, series
+from moe_ep_bench.analysis.marks import Panel, are_names, bars, inches_of_rows, places_of, series
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.paper_claims import METRICS, measured
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
@@ -37,7 +37,7 @@ _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
 
 
-def _over_steps(y: str, height: float, **more: object) -> object:
+def _over_steps(y: str, height: float, **more: object) -> Panel:
     """A column over capacity factors; of policies without one it is as high as their names need."""
 
     def inches(rows: pd.DataFrame) -> float:
@@ -87,7 +87,7 @@ def phase_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(
         bar=rows["name"].where(~has_cost, rows["name"] + "\n" + _cost_words(rows)),
         axis_words=np.where(is_model, "time of a pass (ms)", "time of one layer (ms)"),
-        **rows[[*of_layer]].mask(is_model),  # a pass has more parts
+        **{name: rows[name].mask(is_model) for name in of_layer},  # a pass has more parts
     )
     return _stacked(store, rows, of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS})
 
@@ -141,7 +141,7 @@ def load_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     parts = []
     for of, column in (("expert", "load_E"), ("rank", "load_R")):
         sizes = batches[column].map(len)
-        falling = batches[column].map(lambda loads: sorted(loads, reverse=True))
+        falling = batches[column].map(lambda loads: sorted(loads, reverse=True), "ignore")
         places = sizes.map(lambda size: range(1, size + 1))
         loads = batches.assign(of=of, load=falling, place=places).explode(["load", "place"])
         loads["load_over_mean"] = loads["load"].astype(float) * sizes / loads["num_topk_pairs"]
@@ -158,7 +158,7 @@ def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return rows
     # Batches of several layers or draws are numbered on.
-    times = rows["facts"].map(lambda facts: facts.get("draws", 1) * facts.get("layers", 1))
+    times = rows["facts"].map(lambda facts: facts.get("draws", 1) * facts.get("layers", 1), "ignore")
     rows = rows.assign(line=rows["name"], of_one=rows["num_batches"] // times).drop(columns="rank_imbalance")
     batches = routing(store)[[*CASE, "batch", "rank_imbalance"]].merge(rows, on=CASE)
     batches = batches.assign(batch=batches["batch"] % batches["of_one"])
@@ -166,7 +166,7 @@ def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.merge(mean, on=CASE)
 
 
-def _loads(of: str, width: float) -> object:
+def _loads(of: str, width: float) -> Panel:
     look = {"joined": "line != null", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
     return series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
 

@@ -116,7 +116,9 @@ def _in_lines(rows: pd.DataFrame, x: str, by: str | None) -> pd.DataFrame:
     if by is None:
         return rows.assign(line=label, legend=label)
     value = rows[by].map(value_words).where(rows[by].notna(), label)
-    is_named = rows["settings"].map(lambda settings: any(one.key == by and not one.is_default for one in settings))
+    is_named = rows["settings"].map(
+        lambda settings: any(one.key == by and not one.is_default for one in settings), "ignore"
+    )
     named = label.where((by in _OF_POLICIES) | is_named | (value == label), value + ", " + label)
     line = value.mask(_has_variants(rows.assign(line=value), x), named)
     kind = rows["kind"] if by in _OF_POLICIES else value.where(rows[by].notna(), rows["kind"])
@@ -160,12 +162,12 @@ def wide_rows(store: Store, rows: pd.DataFrame, columns: Sequence[str]) -> tuple
     batches = routing(store)
     if any(name.endswith("_us") for name in columns):
         batches = batches.merge(batch_phases(store), on=[*CASE, "batch"], how="left")
-    of_batches = [name for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
+    of_batches = [str(name) for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
     for name in columns:
         match = _PERCENTILE.match(name)
         if name not in rows and match and match["column"] in of_batches:
             rows = rows.merge(_percentile(batches, **match.groupdict()).rename(name), "left", CASE)
-    known = [name for name in rows if rows[name].notna().any()]
+    known = [str(name) for name in rows if rows[name].notna().any()]
     if any(name in of_batches and name not in known for name in columns):
         rows = rows.drop(columns=[name for name in of_batches if name in rows])
         rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)

@@ -184,7 +184,9 @@ def _give_title(axes: Axes, facet: pd.DataFrame, room: float, share: float) -> i
 
 def _inches_left_of(axes: Axes) -> float:
     """What stands to the left of a panel: its values or names, and tilted names below it."""
-    return max(0.0, axes.bbox.x0 - axes.get_tightbbox().x0) / axes.figure.dpi
+    tight = axes.get_tightbbox()
+    assert tight is not None  # of axes that are seen
+    return max(0.0, axes.bbox.x0 - tight.x0) / axes.figure.dpi
 
 
 def _inches_of_names(axes: Axes) -> float:
@@ -517,9 +519,9 @@ def bars(**size: Any) -> Panel:
         for (group, how), pieces in shown.groupby(["phases", "part_origin"], sort=False):
             words = group if how == "measured" else f"{group} ({how})"
             where = {"left": pieces["begin_ms"], "height": 0.7, "linewidth": 0.6, "label": words}
-            axes.barh(pieces["bar"].map(places), pieces["time_ms"], **where, **phase_look(group, how))
+            axes.barh(pieces["bar"].map(places), pieces["time_ms"], **where, **phase_look(str(group), str(how)))
         ends = (shown["begin_ms"] + shown["time_ms"]).groupby(shown["bar"]).max()
-        beside = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
+        beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
         for bar, end in ends.items():
             axes.annotate(milliseconds(end), (end, places[bar]), (4, 0), **beside)
         axes.set_xlim(0, 1.25 * ends.max())

@@ -112,7 +112,7 @@ def _lines(sentence: str, fact: Any) -> Iterator[str]:
     """The sentence's lines; none where the fact does not hold."""
     for entry in fact if isinstance(fact, list) else [fact]:
         values = entry if isinstance(entry, tuple) else (entry,)
-        if all(value == value and value is not None for value in values) and (len(values) > 1 or values[0]):
+        if all(value == value and value is not None for value in values) and (len(values) > 1 or any(values)):
             yield sentence.format(*values)  # NaN is unequal to itself
 
 
@@ -203,7 +203,7 @@ def layers_words(facts: ComparisonFacts) -> str:
     return skew_words(skew.layers) if skew is not None and skew.layers is not None else ""
 
 
-def _of_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
+def _of_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
     facts, ran, rest = one.facts, one.facts.device is None, one.facts.rest
     launches = [one.conditions[launch] for launch in sorted(one.conditions)]
     parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if ran else None}
@@ -307,7 +307,7 @@ def _weak_servers(facts: ServedFacts, ok: pd.DataFrame) -> list[Note]:
     ]
 
 
-def _spread(one: Comparison) -> str:
+def _spread(one: Comparison[TimedFacts]) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
     num_launches, draws, layers = len(one.conditions), one.facts.draws, one.facts.layers
     if one.facts.num_batches < MIN_BATCHES:
@@ -321,7 +321,7 @@ def _spread(one: Comparison) -> str:
 # ---- what is warned of -----------------------------------------------------------------------------------------------
 
 
-def _weak_times(one: Comparison, rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
+def _weak_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFrame) -> list[Note]:
     """What voids a result first: the end of a run shows the first three."""
     facts, native = one.facts, _of(ok, "baseline")
     launches: list[Conditions] = [one.conditions[launch] for launch in sorted(one.conditions)]
@@ -390,7 +390,8 @@ def _unclocked(ok: pd.DataFrame, launches: Sequence[Conditions]) -> str:
     """Cases with the lines at which their host waits unseen."""
     places = {case_id: lines for launch in launches for case_id, lines in launch.unclocked.items()}
     found = ok[ok["case_id"].isin(list(places))]
-    return "; ".join(f"{row.label}: {', '.join(places[row.case_id])}" for row in found.itertuples())
+    named = zip(found["label"], found["case_id"], strict=True)
+    return "; ".join(f"{label}: {', '.join(places[case_id])}" for label, case_id in named)
 
 
 def _repeated(one: Comparison) -> list[tuple]:
@@ -435,7 +436,7 @@ def is_same_model(named: str, model: str) -> bool:
     return of_file in own or own in of_file
 
 
-def _weak_phases(one: Comparison, rows: pd.DataFrame) -> list[Note]:
+def _weak_phases(one: Comparison[TimedFacts], rows: pd.DataFrame) -> list[Note]:
     facts, overhead = one.facts, _most(rows, "probe_overhead")
     return [
         ("the layer is simpler than {}'s: {}", [(facts.model, departure) for departure in facts.departures]),

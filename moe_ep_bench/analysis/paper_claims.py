@@ -7,9 +7,10 @@ beforehand is primary; the others are a range. No row is left out because it doe
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,7 +34,7 @@ from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_doc
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import write_text
-from moe_ep_bench.papers.claims import CLAIMED, SHARES, claims_path
+from moe_ep_bench.papers.claims import CLAIMED, SHARES, MetricName, claims_path
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
@@ -54,14 +55,14 @@ _CSV = [
 ]  # fmt: skip
 
 # Microseconds by case id and quantity, each by launch, batch and iteration.
-Times = dict[tuple[str, str], pd.Series]
+Times = dict[tuple[Hashable, ...], pd.Series]
 
 
 class _Row(JsonRecord):  # ``papers.run``
     number: int
     source: str
     of: str
-    metric: Literal[*CLAIMED]
+    metric: MetricName
     paper: tuple[float | None, float | None] | None
     note: str
     comparison_id: str
@@ -128,10 +129,12 @@ def _row(claim: _Row, case: Row, against: Row | None, topk: Row | None, times: T
     """A row of ``claims`` before draws are joined."""
     metric = CLAIMED[claim.metric]
     ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.of == ALL else "layers"
-    is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
-    value = _value(claim, case, against, times) if is_measured else None
+    value = None
+    if against is not None and case["status"] == against["status"] == "ok":
+        value = _value(claim, case, against, times)
     is_over_native = value is not None and claim.versus_id is None and metric.of == ALL and metric.value != "number"
-    over_topk = _value(claim, case, topk, times) if is_over_native and case["differs_from_topk"] else None
+    is_other = topk is not None and is_over_native and case["differs_from_topk"]
+    over_topk = _value(claim, case, topk, times) if topk is not None and is_other else None
     of = _OF[claim.of] + (f" (ours: {_OURS_OF[ours_of]})" if claim.of != ours_of else "")
     versus = against["label"] if claim.versus_id and against else None
     setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
@@ -174,7 +177,7 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
     ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
     values = {"ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}
     value = values.get(metric.value, ours)
-    return None if missing(value) else (float(value),) * 3
+    return None if missing(value) else (float(value), float(value), float(value))
 
 
 def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
@@ -253,7 +256,7 @@ def _shown(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame.assign(least=by_number.transform("min"), most=by_number.transform("max"))
     rows = rows[rows["shown"]]
     size = (rows["difference"] / rows[["paper_low", "paper_high"]].mean(axis=1)).abs()
-    suffix = rows["metric"].map(lambda name: "" if name == "speedup" else f": {METRICS[name]}")
+    suffix = rows["metric"].map(lambda name: "" if name == "speedup" else f": {METRICS[name]}", "ignore")
     return rows.assign(claim=rows["claim"] + suffix).iloc[size.fillna(-1).argsort(kind="stable")[::-1]]
 
 
@@ -325,5 +328,5 @@ def _difference(row: Row) -> str:
 def _reasons(rows: pd.DataFrame) -> Table:
     """Each reason once, with the numbers of its claims."""
     by_note = rows.sort_values("number").groupby("note", sort=False)["number"]
-    lines = [f"{', '.join(map(str, numbers))}: {note.strip()}" for note, numbers in by_note]
+    lines = [f"{', '.join(map(str, numbers))}: {str(note).strip()}" for note, numbers in by_note]
     return Table(pd.DataFrame(), (), "Why they differ, and what was inferred", lines)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, costs_answers
 from moe_ep_bench.analysis.cases import ESTIMATE, cases, differs_from_topk, timings
-from moe_ep_bench.analysis.columns import short_labels
+from moe_ep_bench.analysis.columns import missing, short_labels
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.advise_config import Bounds
@@ -133,12 +133,12 @@ def against(store: Store, rows: pd.DataFrame, label: str) -> pd.DataFrame:
     times = times[(times["quantity"] == ALL) & times["case_id"].isin(rows.index)].set_index(["case_id", *ITERATION])
     times_us, other = times["time_us"], rows.index[is_other][0]
     found = {}
-    for row in rows[~is_other].itertuples():
-        estimate = estimate_median(paired_ratios(times_us.loc[other], times_us.loc[row.case_id]))
-        floor = None if pd.isna(row.floor_low) else NoiseFloor(row.floor_low, row.floor_high)
-        how = {"is_modelled": row.origin in NOT_EXECUTED, "is_oversubscribed": row.oversubscribed}
-        found[row.case_id] = {name: getattr(estimate, name, None) for name in ESTIMATE}
-        found[row.case_id]["verdict"] = judge(estimate, floor, **how)
+    for row in rows[~is_other].to_dict("records"):
+        estimate = estimate_median(paired_ratios(times_us.loc[other], times_us.loc[row["case_id"]]))
+        floor = None if missing(row["floor_low"]) else NoiseFloor(row["floor_low"], row["floor_high"])
+        how = {"is_modelled": row["origin"] in NOT_EXECUTED, "is_oversubscribed": row["oversubscribed"]}
+        found[row["case_id"]] = {name: getattr(estimate, name, None) for name in ESTIMATE}
+        found[row["case_id"]]["verdict"] = judge(estimate, floor, **how)
     return pd.DataFrame.from_dict(found, orient="index").reindex(rows.index).add_prefix("versus_")
 
 

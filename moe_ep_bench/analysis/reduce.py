@@ -68,9 +68,9 @@ KEY = ["case", *ITERATION]
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def groups_of(index: pd.MultiIndex, ep_size: pd.Series) -> np.ndarray:
+def groups_of(index: pd.Index, ep_size: pd.Series) -> pd.Index:
     """The EP group of each row, of levels ``case`` and ``rank``: ranks stand in their groups one after another."""
-    return index.get_level_values("rank") // index.get_level_values("case").map(ep_size)
+    return index.get_level_values("rank") // ep_size.loc[index.get_level_values("case")].to_numpy()
 
 
 def layer_times(samples: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
@@ -102,7 +102,8 @@ def phase_times(samples: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
     rows = samples[samples["kind"].eq("breakdown")]
     waits_us = rows[[*WAITING_PHASES]].astype(float)
     off_us = waits_us.clip(upper=rows["case"].map(floor_us), axis=0)
-    rows = rows.assign(**(waits_us - off_us), **{PROBES: off_us.sum(axis=1)})
+    waits_us -= off_us
+    rows = rows.assign(**{name: waits_us[name] for name in WAITING_PHASES}, **{PROBES: off_us.sum(axis=1)})
     return rows.groupby([*KEY, "rank"])[[*TIMES, PROBES]].sum(min_count=1).astype(float)
 
 
@@ -166,7 +167,7 @@ def breakdown(times_us: pd.DataFrame, ep_size: pd.Series) -> pd.DataFrame:
     words = {name: f"waiting ({phase.meets})" for name, phase in PHASES.items() if phase.is_waiting}
     return pd.DataFrame(
         {
-            "breakdown_slowest_phase": median_us[list(LAYER_PHASES)].idxmax(axis=1).replace(words),
+            "breakdown_slowest_phase": median_us[list(LAYER_PHASES)].rename(columns=words).idxmax(axis=1),
             "breakdown_unaccounted_share": shares[UNACCOUNTED],
             "breakdown_policy_share": shares["policy"],
             "breakdown_layer_ms": median_us[TOTAL] / 1e3,

@@ -34,7 +34,7 @@ def request_times(requests: pd.DataFrame) -> pd.DataFrame:
     after_first = rows["num_tokens"].astype(float) - 1
     rounds = rows.groupby(level=_KEY[:-1])
     end_us = (rows["sent_us"] + rows["time_us"]).groupby(level=_KEY[:-1]).max() - rounds["sent_us"].min()
-    round_us = (end_us / rounds["num_tokens"].sum()).reindex(rows.index.droplevel("iteration"))
+    round_us = (end_us / rounds["num_tokens"].sum()).reindex(rows.droplevel("iteration").index)
     is_first = rows.index.get_level_values("iteration") == 0
     return pd.DataFrame(
         {

@@ -96,7 +96,7 @@ def shown_text(store: Store, to: str = "text", views: Sequence[str] = (), column
     """
     if to in PROGRAMS:
         of_programs = frames(store)
-        _check_columns(columns, list(dict.fromkeys(name for rows in of_programs for name in rows)))
+        _check_columns(columns, list(dict.fromkeys(str(name) for rows in of_programs for name in rows)))
         return render([Table(rows.reindex(columns=list(columns or rows)), ()) for rows in of_programs], to)
     _check_columns(columns, public_names(store, views or MAIN))
     listed = tables(store, views or MAIN, columns)
@@ -143,14 +143,14 @@ def list_papers(name: str | None) -> str:
             if (left_out := paper.why_uncompared(item.item, item.kind)) is not None:
                 notes.append(f"not compared: {left_out.why}{f' ({left_out.by})' if left_out.by else ''}")
             title = f"{item.item}: {item.what} ({item.kind}, {item.metric})"
-            tables.append(Table(rows, [text(column) for column in rows], title, notes))
+            tables.append(Table(rows, [text(str(column)) for column in rows], title, notes))
     return render(tables, "text")
 
 
-def _listed(number: papers.Number, signs: dict[str, str]) -> dict[str, str]:
+def _listed(number: papers.Number, signs: dict[str, str]) -> dict[str, str | None]:
     """A row of ``list_papers``."""
     where = (f"{value}" if key == "what" else f"{key} {value}" for key, value in number.where.items())
-    printed = f"{signs.get(number.bound, '')}{number.printed}"
+    printed = f"{signs.get(number.bound or '', '')}{number.printed}"
     printed += "" if number.stderr is None else f" ± {number.stderr:.2f}"
     printed += " (read off)" if number.read_off else ""
     return {"model": number.model, "where": ", ".join(where), "number": printed, "unit": number.unit}

@@ -280,14 +280,12 @@ def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Direct
             read.append(_read_comparison(files, of_comparison, comparison, cases, lines))
         except ResultsError as error:
             lines.append(str(error))
-    tried = [case for one in read for case in one.cases.itertuples()]
-    if not any(case.status == "ok" for case in tried):
+    tried = [case for one in read for case in one.cases.to_dict("records")]
+    if not any(case["status"] == "ok" for case in tried):
         if lines:  # They say why.
             return None, lines
-        first = (
-            f"{case_label(tried[0].facts)}: {tried[0].status}: {tried[0].reason}" if tried else "run.json lists none"
-        )
-        raise ResultsError(f"{folder}: no case was measured; {first}")
+        first = [f"{case_label(case['facts'])}: {case['status']}: {case['reason']}" for case in tried[:1]]
+        raise ResultsError(f"{folder}: no case was measured; {', '.join(first) or 'run.json lists none'}")
     read = joined(read) if join_draws else read
     cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
     if not (cases["status"] == "ok").any():
@@ -340,8 +338,8 @@ def _read_comparison(
         lines.append(f"{files.path(first, key, 0 if TABLES[first].is_by_launch else None)}: {left}")
     ok = cases[cases["status"] == "ok"]
     routed = {case_id for part in parts["routing"] for case_id in part["case_id"].unique()}
-    for case in ok[~ok["case_id"].isin(routed)].itertuples() if "routing" in paths else ():
-        raise ResultsError(f"{files.path('routing', key)}: no rows of {case_label(case.facts)}, which was measured")
+    for facts in ok.loc[~ok["case_id"].isin(routed), "facts"] if "routing" in paths else ():
+        raise ResultsError(f"{files.path('routing', key)}: no rows of {case_label(facts)}, which was measured")
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
     launches = {
         int(part["launch"].iloc[0]): part["case_id"].isin(ok["case_id"]).any()
@@ -371,7 +369,7 @@ def _rows_of(table: str, parts: Sequence[pd.DataFrame], ok: pd.DataFrame) -> pd.
     """The rows of cases that are ok, of all parts of a table."""
     frames = [pd.DataFrame(columns=["case", *COLUMNS[table]])]
     for part in parts:
-        place_N = pd.Index(ok["case_id"]).get_indexer(part["case_id"])
+        place_N = pd.Index(ok["case_id"]).get_indexer(pd.Index(part["case_id"]))
         rows = part[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])
         rows = pivoted(rows) if table == "samples" else rows
         frames.append(rows.reindex(columns=frames[0].columns))  # Not every part has all.
@@ -410,7 +408,7 @@ def paced(samples: pd.DataFrame) -> pd.DataFrame:
     of_cell = totals.groupby(cell, observed=True)[[TOTAL, HOST_BUSY]].transform("median")
     totals = totals[of_cell[HOST_BUSY] > of_cell[TOTAL]]
     beyond_us = (totals[HOST_BUSY] - totals[TOTAL]).reindex(samples.index, fill_value=0.0)
-    return samples.assign(**samples[[TOTAL, UNACCOUNTED]].astype(float).add(beyond_us, axis=0))
+    return samples.assign(**{name: samples[name].astype(float) + beyond_us for name in (TOTAL, UNACCOUNTED)})
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------

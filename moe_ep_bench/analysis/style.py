@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation
@@ -211,7 +212,8 @@ def looks_of(lines: Mapping[str, str], more: Mapping[str, str] | None = None) ->
         variant = 0 if name == policy else variants.get(policy, 0)
         variants[policy] = max(variant + 1, variants.get(policy, 0))
         white = _LIGHTER[variant % len(_LIGHTER)]
-        colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
+        red, green, blue = (part + white * (1 - part) for part in to_rgb(colour))
+        colour = to_hex((red, green, blue)).upper()
         markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
         marker = markers[(markers.index(marker) + variant) % len(markers)]
         looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **_EDGE}
@@ -283,7 +285,8 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     width = figure.get_figwidth()
     room, gap = width - 2 * _MARGIN, 0.09
     large, points, small = rcParams["figure.titlesize"], rcParams["figure.labelsize"], 0.8 * rcParams["font.size"]
-    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # inches
+    top = ScaledTranslation(0, 1, figure.transFigure)  # pyright: ignore[reportArgumentType]  any transform will do
+    from_top = figure.dpi_scale_trans + top  # inches
     muted = {"color": MUTED, "linespacing": 1.3, "va": "top", "in_layout": False}
     right, above = width - _MARGIN - 0.05, _MARGIN
     for word in reversed(tags):
@@ -308,7 +311,9 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     height = above + body + below
     figure.set_size_inches(width, height)
     rect = (_MARGIN / width, below / height, room / width, 1 - (above + below) / height)
-    figure.get_layout_engine().set(rect=rect, w_pad=0.06, h_pad=0.06)
+    engine = figure.get_layout_engine()
+    assert isinstance(engine, ConstrainedLayoutEngine)
+    engine.set(rect=rect, w_pad=0.06, h_pad=0.06)
 
 
 def _legend(figure: Figure, room: float) -> Legend | None:

@@ -366,7 +366,7 @@ def public_names(store: Store, views: Sequence[str] = MAIN) -> list[str]:
     frames = {name: frame for name in views if len(frame := VIEWS[name].frame(store))}
     shown = [column if isinstance(column, str) else column.name for name in frames for column in VIEWS[name].columns]
     others = [name for frame in frames.values() for name in frame]
-    return [name for name in dict.fromkeys([*shown, *others]) if name not in _HIDDEN]
+    return [str(name) for name in dict.fromkeys([*shown, *others]) if name not in _HIDDEN]
 
 
 def frames(store: Store) -> list[pd.DataFrame]:
@@ -430,7 +430,9 @@ def _reasons(rows: pd.DataFrame) -> pd.Series:
     """Why each case was not measured; None where it was."""
     lost = rows[rows["status"] != "ok"]
     words = (lost["status"] + ": " + lost["reason"].astype(str)).astype(object)
-    return words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ...")).reindex(rows.index)
+    return words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ..."), "ignore").reindex(
+        rows.index
+    )
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:

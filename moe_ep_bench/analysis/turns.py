@@ -157,7 +157,7 @@ class _Solver:
         ways = [(key, *way) for key, values in grids.items() for way in self._ways(key, values)]
         self._ask((key, [*values[_STRIDE - 1 : -1 : _STRIDE], *values[-1:]]) for key, _, values in ways)
         self._ask((key, self._open(key, values)) for key, _, values in ways)
-        return [self._turn(key, [way for of_key, *way in ways if of_key == key]) for key in grids]
+        return [self._turn(key, [(name, values) for of_key, name, values in ways if of_key == key]) for key in grids]
 
     def _ways(self, key: str, values: Sequence[float]) -> Iterator[tuple[str, list[float]]]:
         """The values below and above the question's own, from it on, up to the last that can be asked about."""
@@ -186,6 +186,7 @@ class _Solver:
         if not any(values for _, values in ways):
             return Turn(key=key, unsolved=f"for {self.problems[key]}")
         own, sides = _value(self.point, key), {}
+        assert own is not None  # else it had no ways
         for name, values in ways:
             near, far = self._bracket(key, values)
             if far is not None:

@@ -420,7 +420,7 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption
     with naming("--trace", " (counts of experts go as --counts FILE)"):
         trace = open_trace(path)
     is_of_decode = trace.metadata["phase"] == "decode"
-    found = {
+    found: dict[str, Any] = {
         "kind": "recorded",
         "layer": "all",
         "arrangement": "decode" if decode or is_of_decode else "sequences",
@@ -560,17 +560,19 @@ def candidates(
     """The candidates that can act here, by key of the config, and those that cannot, by what they lack."""
     workloads = [experiment.workload for experiment in experiments]
     decodes = any(one.decodes for one in experiments)
-    lacking = {
+    lacking: dict[Need, bool] = {  # the first that counts
+        "ranks": any(one.layer.ep_size == 1 or one.scope == "model" for one in experiments),
         "decode": not decodes,
         "prefill": decodes,
         "scores": any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads),
         "requests": any(one.request_tokens == 1 for one in workloads),
-        "ranks": any(one.layer.ep_size == 1 or one.scope == "model" for one in experiments),
     }
     kept: dict[str, list[dict[str, Any]]] = {"policies": [], "replication": [], "rebalance": []}
     left_out: dict[Need, dict[str, None]] = {}
     for needs, key, entry in _table(experiments[0].model.spec(), bounds):
-        why = next((need for need in needs.split() if lacking[need]), None)
+        why: Need | None = next(
+            (need for need, is_lacking in lacking.items() if is_lacking and need in needs.split()), None
+        )
         if why is None:
             kept[key].append(entry)
         else:

@@ -23,7 +23,7 @@ from moe_ep_bench.models import ModelSpec
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 
 
-def refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
+def refuse(is_wrong: object, key: str, expected: object, got: object) -> None:
     """Raise UserError where a key's value is wrong."""
     if is_wrong:
         raise UserError(f"{key}: expected {expected}, got {got}")

@@ -309,6 +309,7 @@ def _measured(job: Job, point: Point, case_ids: Sequence[str]) -> Result:
             status, words = split_reason(words)
             result = Result({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
         else:
+            assert runner is not None  # where no rank has failed
             with contextlib.closing(runner):
                 begin = job.begin if point.device is None else job.guard.at
                 result = measure_point(runner, begin)

@@ -149,10 +149,10 @@ def _drawn(comparison: Point) -> dict[str, Any]:
     workloads = [one for one in comparison.workloads.values() if isinstance(one, SyntheticWorkload)]
     if not workloads:
         return {}
-    overlaps = [one.load_overlap for one in workloads]
+    overlaps = [one.load_overlap for one in workloads if one.load_overlap is not None]
     checksums = [one.routing_checksum(comparison.ep_size) for one in workloads]
     return {
-        "load_overlap": None if None in overlaps else sum(overlaps) / len(overlaps),
+        "load_overlap": sum(overlaps) / len(overlaps) if len(overlaps) == len(workloads) else None,
         "routing_checksum": checksums[0] if len(checksums) == 1 or None in checksums else stable_hash(checksums),
     }
 
@@ -222,10 +222,11 @@ def rest_of(comparison: Point) -> Rest:
 
 def served(experiment: Experiment) -> Served:
     """The config's model as it is served."""
-    model, workload, precision = experiment.model.spec(), experiment.workload, PRECISIONS[experiment.layer.dtype]
+    model, workload, dtype = experiment.model.spec(), experiment.workload, experiment.layer.planned_dtype
+    precision = PRECISIONS[dtype]
     return Served(
         model,
-        experiment.layer.dtype,
+        dtype,
         precision.hidden_bytes,
         precision.weight_bytes,
         _served_tokens(workload.tokens_of_ranks, workload.total_tokens),

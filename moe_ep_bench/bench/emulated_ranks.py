@@ -183,7 +183,7 @@ def modelled_time(point: Point, case: CaseSpec, traffic: Traffic) -> RankTime:
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
     passes_R = []
     for rank, lengths in enumerate(traffic.lengths_R):
-        of_rank = {layer: work.of_rank(rank) for layer, work in layers.items()}
+        of_rank = {layer: work.of_rank(rank) for layer, work in layers.items() if layer is not None}
         work = PassWork(lengths, point.context_length, of_rank, num_parts)
         passes_R.append(legs_of(pass_segments(device, model, point.num_layers, work, **how)))
     return RankTime(side_by_side([legs for legs, _ in passes_R]), passes_R[0][1])

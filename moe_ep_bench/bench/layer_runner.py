@@ -61,7 +61,8 @@ class LayerRunner(Runner):
 def stack_builder(point: Point, device: torch.device) -> Callable[..., Stack]:
     """A function that builds the layer or model of a point, given its process groups (``groups``)."""
     model, settings = point.model, point.experiment.layer
-    build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, layer_backend=point.layer_backend)
+    how = {"seed": settings.seed, "layer_backend": point.layer_backend}
+    build = partial(Stack, model, DTYPES[settings.planned_dtype], device, **how)
     if point.scope == "layer":
         return build
     longest = point.context_length + point.most_tokens
@@ -82,5 +83,6 @@ def random_pass(
         lengths: tokens of each of the rank's sequences.
     """
     generator = seeded_generator(device, point.experiment.layer.seed, TOKENS, batch, rank)
+    assert point.model.vocab_size is not None
     ids_T = torch.randint(point.model.vocab_size, (sum(lengths),), generator=generator, device=device)
     return Prefill(ids_T, lengths) if cache is None else Decode(ids_T, cache)

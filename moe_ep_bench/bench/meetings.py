@@ -75,7 +75,7 @@ def exchange_us(point: Point, rows_RR: NDArray[np.int64]) -> tuple[NDArray[np.fl
     Args:
         rows_RR: from each rank to each.
     """
-    links, device, dtype = point.links, point.device, point.experiment.layer.dtype
+    links, device, dtype = point.links, point.device, point.experiment.layer.planned_dtype
     assert links is not None
     sent_as, width = point.experiment.layer.dispatch_dtype, point.model.expert_hidden_size
     precision = PRECISIONS[dtype].sent(sent_as) if device is None else device.precision(dtype, sent_as)

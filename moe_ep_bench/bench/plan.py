@@ -199,7 +199,7 @@ def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | No
     """
     asked, emulate, model = experiment.layer, experiment.emulate, experiment.model.spec()
     assert emulate.links is not None
-    device, dtype = None, asked.dtype
+    device, dtype = None, asked.planned_dtype
     if emulate.device != MEASURED:
         with naming("emulate.device"):
             dtype = "bfloat16" if load_device(emulate.device).casts_late else dtype
@@ -210,7 +210,7 @@ def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | No
     if emulate.device != MEASURED:
         copies = links.exchange and links.exchange.copies
         with naming("emulate.device"):
-            device = load_device_of_layer(emulate.device, model, ep_size, asked.dtype, copies)
+            device = load_device_of_layer(emulate.device, model, ep_size, asked.planned_dtype, copies)
         if asked.permute != "auto":
             device = device.model_copy(update={"permute": asked.permute})
     with naming("emulate.links, layer.ep_size"):
@@ -347,8 +347,8 @@ def dry_run(
         world_size: real ranks.
     """
     points = plan(config, overrides, backend, world_size, point=point, try_out=False)
-    for point in points:
-        print("\n  ".join(_lines(point)))
+    for one in points:
+        print("\n  ".join(_lines(one)))
     return OK
 
 

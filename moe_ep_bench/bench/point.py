@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from moe_ep_bench.config import (
     TWO_BATCH,
     Experiment,
     Lossless,
+    RecordedConfig,
     ReplicationConfig,
     Rule,
     SyntheticConfig,
@@ -163,7 +164,7 @@ class Point:
 
     @property
     def mode(self) -> str:
-        """The mode of its rows (``schema.MODES``)."""
+        """The mode of its rows (``schema.Mode``)."""
         if self.sharing is not None:
             return REHEARSAL
         return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
@@ -174,8 +175,8 @@ class Point:
         return {REHEARSAL: REHEARSAL, "route": "routing"}.get(self.mode, "samples")
 
     @property
-    def scope(self) -> str:
-        """``layer`` or ``model``."""
+    def scope(self) -> Literal["layer", "model"]:
+        """What is measured."""
         return self.experiment.scope
 
     @cached_property
@@ -227,8 +228,8 @@ class Point:
     @property
     def layer(self) -> int | None:
         """The layer of a recording; None with synthetic scores or a whole model."""
-        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
-        return self.workload.layer if recorded else None
+        workload = self.workload
+        return workload.layer if self.scope == "layer" and isinstance(workload, RecordedWorkload) else None
 
     def row_layer(self, key: int | None) -> int | None:
         """The layer as rows name it: a routed recording's own number, else the key of ``workloads``."""
@@ -258,15 +259,13 @@ class Point:
         policies = [policy for policy in experiment.make_policies() if keeps_topk or policy != NATIVE]
         virtual = self.backend != RANKS
         lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance) if virtual else ()
+        case = partial(CaseSpec, self.comparison_id)
         return [
-            CaseSpec(self.comparison_id, *case)
-            for case in (
-                (BASELINE, "native"),
-                *[(NOISE, "native")] * timed,
-                *((POLICY, policy.name, policy) for policy in policies),
-                *((REPLICATION, wanted.name, wanted) for wanted in lossless),
-                *[(BALANCED, "native_balanced")] * timed,
-            )
+            case(BASELINE, "native"),
+            *[case(NOISE, "native")] * timed,
+            *(case(POLICY, policy.name, policy) for policy in policies),
+            *(case(REPLICATION, wanted.name, wanted) for wanted in lossless),
+            *[case(BALANCED, "native_balanced")] * timed,
         ]
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
@@ -326,7 +325,7 @@ class Point:
             facts = {key: value for key, value in facts.items() if key not in unseen}
             if all(self.windows(one).window is not None for one in self.experiment.emulate.replication):
                 facts.pop("history", None)  # Served batches are the same, and plans know as many as they say.
-        if isinstance(workload, RecordedWorkload):
+        if isinstance(workload, RecordedWorkload) and isinstance(config, RecordedConfig):
             facts["trace"] = [trace.sha256() for trace in workload.traces]
             facts |= {"order": config.order, "history": workload.num_history}
         if self.is_sampled:
@@ -461,14 +460,16 @@ class Point:
     def layer_fraction(self, layer: int | None) -> float:
         """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
         place = self.layer if layer is None else self.model.moe_layers.index(layer)
-        return 0.0 if place is None else place / self.num_places
+        num_places = self.num_places
+        return 0.0 if place is None or num_places is None else place / num_places
 
     @property
     def num_places(self) -> int | None:
         """MoE layers that ``layer_fraction`` is a place among; None where that is unknown."""
         if self.scope == "model":
             return self.model.num_moe_layers
-        return None if self.layer is None else self.workload.traces[0].num_layers
+        workload = self.workload
+        return workload.traces[0].num_layers if isinstance(workload, RecordedWorkload) else None
 
     def windows(self, replication: ReplicationConfig) -> Windows:
         """Which batches its plans know."""
@@ -486,7 +487,7 @@ class Point:
     @property
     def expert_bytes(self) -> float:
         """Weights of one expert, scales of quantised blocks included."""
-        return self.model.expert_parameters * PRECISIONS[self.experiment.layer.dtype].weight_bytes
+        return self.model.expert_parameters * PRECISIONS[self.experiment.layer.planned_dtype].weight_bytes
 
     def exchange_pairs(self, load_E: NDArray[np.int64]) -> int | None:
         """Pairs that a rank computes while two ranks of a node exchange an expert; None = there are no such times.
@@ -496,7 +497,8 @@ class Point:
         """
         if self.links is None or self.device is None or self.links.intra is None:
             return None
-        mean, model, precision = load_E.mean(), self.model, self.device.precision(self.experiment.layer.dtype)
+        mean, model = load_E.mean(), self.model
+        precision = self.device.precision(self.experiment.layer.planned_dtype)
         size = model.expert_hidden_size, model.ffn_hidden_size
         few_us, more_us = (
             self.device.experts_us(
@@ -520,13 +522,13 @@ class Point:
         if case.replication is None:
             return None
         if not isinstance(case.replication, ReplicationConfig):
-            return case.replication.spare_per_rank * self.expert_bytes
+            return self.spare_here(case.replication) * self.expert_bytes
         return float(np.mean(self.spare_by_layer(case.replication))) * self.expert_bytes * self.model.num_moe_layers
 
     def spare_here(self, wanted: Lossless) -> int:
         """Spare slots of a rank in this layer."""
         if not isinstance(wanted, ReplicationConfig):
-            return wanted.spare_per_rank
+            return wanted.spare_per_rank or 0
         spare_L = self.spare_by_layer(wanted)
         return spare_L[0 if self.layer is None or len(spare_L) == 1 else self.layer]
 

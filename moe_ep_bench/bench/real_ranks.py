@@ -69,7 +69,7 @@ class RealRanks(LayerRunner):
     def __init__(self, job: Job, point: Point, cases: Sequence[CaseSpec], groups: ProcessGroupCollection) -> None:
         self.job, self.point, self.device = job, point, job.ranks.device
         layer, self.settings = point.experiment.layer, point.experiment.measure
-        self.seed, self.dtype, self.num_batches = layer.seed, DTYPES[layer.dtype], point.workload.num_batches
+        self.seed, self.dtype, self.num_batches = layer.seed, DTYPES[layer.planned_dtype], point.workload.num_batches
         self.ceilings = measure_ceilings(self.device, self.dtype)
         free_memory(self.device)  # over 2 GiB on a GPU
         self.meet = Rendezvous(groups.ep, self.device)
@@ -215,9 +215,9 @@ class RealRanks(LayerRunner):
             tokens = self.tokens_of(case, batch, layer)
             row = case_metrics(case.spec, of_layer.routing, tokens, self.point.ranks_per_node)
             row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
-            is_compared = layer == last and case.spec.role != BALANCED and native is not None
-            valid_T = tokens.context.token_mask_T
-            row["output_error"] = relative_error(seen.output, native, valid_T) if is_compared else None
+            row["output_error"] = None
+            if layer == last and case.spec.role != BALANCED and native is not None:
+                row["output_error"] = relative_error(seen.output, native, tokens.context.token_mask_T)
             case.rows[batch, layer] = row
 
     def _note_problem(self, case: Case, batch: int, seen: Look) -> None:
@@ -302,8 +302,9 @@ class RealRanks(LayerRunner):
                 self._drop(case, "failed", f"{when}: {what}")
 
     def _drop(self, case: Case, status: str, reason: str) -> None:
-        for key in [key for key in self.captured or {} if key[0] == case.case_id]:
-            del self.captured[key]
+        captured = self.captured or {}
+        for key in [key for key in captured if key[0] == case.case_id]:
+            del captured[key]
         self.cases.remove(case)
         self.result.times.pop(case.case_id, None)
         self.result.unmeasured[case.case_id] = status, reason

@@ -30,7 +30,7 @@ def columns_of(point: Point) -> tuple[PhaseKey, ...]:
     """Columns of a sample: every phase that the layer or model may pass, and what concerns the whole iteration."""
     if point.scope == "layer":
         return COLUMNS
-    return sample_keys(phases_in_depth(point.num_layers, list(point.workloads)))
+    return sample_keys(phases_in_depth(point.num_layers, [layer for layer in point.workloads if layer is not None]))
 
 
 def identity(run_id: str, point: Any, case: CaseSpec) -> dict[str, Any]:
@@ -75,7 +75,8 @@ class Result:
         self, cases: Iterable[str], steps: Iterable[Step], columns: Iterable[PhaseKey], num_ranks: int = 1
     ) -> None:
         """Make room for the times of cases, of this rank or of all that this process stands for."""
-        self.steps, self.columns = ({key: place for place, key in enumerate(keys)} for keys in (steps, columns))
+        self.steps = {step: place for place, step in enumerate(steps)}
+        self.columns = {column: place for place, column in enumerate(columns)}
         size = num_ranks, len(self.steps), len(self.columns)
         self.times = {case_id: np.full(size, np.nan) for case_id in cases}
 
@@ -93,7 +94,7 @@ def write(directory: RunDirectory, run_id: str, point: Point, result: Result, la
     """
     part = point.comparison_id
     facts = {case.case_id: identity(run_id, point, case) for case in point.cases}
-    frontiers = [
+    frontiers: list[Row] = [
         {"comparison_id": part, "case_id": key} | as_columns(result.frontiers[key])
         for key in facts
         if result.frontiers.get(key)
@@ -136,7 +137,7 @@ def _walked_columns(times_RSC: np.ndarray, columns: Iterable[PhaseKey], lost: Ma
     """A row for each rank of one case: its iterations, and the phases that occurred in them."""
     phases = [layer_and_phase(key)[1] for key in columns]
     beside = {TOTAL, UNACCOUNTED, *BESIDE_TOTAL}
-    occurred_RC = ~np.isnan(times_RSC).all(axis=1)
+    occurred_RC = ~np.all(np.isnan(times_RSC), axis=1)
     num_ranks, num_steps, _ = times_RSC.shape
     of_ranks = [
         list(

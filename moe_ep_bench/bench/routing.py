@@ -104,15 +104,16 @@ class Router:
     def stats_of(self, case: CaseSpec, tokens: Tokens) -> Tensor | None:
         """A batch-wide policy's statistics of this rank, which are summed over ranks: float64 [M, S, E]; else None."""
         form, parts = form_of(case.policy or NATIVE, tokens.scores_TE.device), tokens.parts(self.point.num_parts)
-        stats = [form.batch_stats(part.scores_TE, self._sharing_context(case, part)) for part in parts]
-        return None if stats[0] is None else torch.stack(stats)
+        of_parts = (form.batch_stats(part.scores_TE, self._sharing_context(case, part)) for part in parts)
+        stats = [stats_SE for stats_SE in of_parts if stats_SE is not None]
+        return torch.stack(stats) if stats else None
 
     def context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
         """The context of a rank's tokens as the case's policy sees it, its randomness at its start."""
         generator = None
         if case.policy is not None and getattr(case.policy, "draws", True):  # A user's own need not say that it does.
             place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
-            device, seed = tokens.context.request_id_T.device, self.point.experiment.layer.seed
+            device, seed = tokens.workload_scores_TE.device, self.point.experiment.layer.seed
             generator = seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place)
         load_RE = self.carried(case, tokens.layer, tokens.batch)
         return replace(
@@ -224,7 +225,7 @@ class Router:
             moved_RR = moved_experts(before_P, after_P, point.ep_size, point.ranks_per_node)
             self._moved[after_key, before_key] = moved_RR
         plan_us = 1e3 * (measured_ms if wanted.plan_ms is None else wanted.plan_ms)
-        moved_bytes_RR = self._moved[after_key, before_key] * point.expert_bytes
+        moved_bytes_RR = self._moved[after_key, before_key] * np.float64(point.expert_bytes)
         return Rearrangement(moved_bytes_RR, wanted.every, plan_us if wanted.rearrange == "stall" else None)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench.point import BALANCED, ROUTING, CaseSpec, Point
 from moe_ep_bench.metrics import ScoreMetrics, chosen_experts, score_metrics
-from moe_ep_bench.models import logits_from_scores, scores_from_logits
+from moe_ep_bench.models import ScoreFunction, logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.contract import check_inputs
 from moe_ep_bench.workload.batch import balanced_scores
@@ -50,7 +50,7 @@ class Tokens:
     rank: int
     context: RoutingContext
     workload_scores_TE: Tensor
-    score_function: str | None = None
+    score_function: ScoreFunction | None = None
     number: int = 0
     first: int | None = None
     _known: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
@@ -122,7 +122,7 @@ class Tokens:
     def _cut(self, num_parts: int) -> list[Tokens]:
         of_tokens = {name: getattr(self.context, name) for name in ("token_mask_T", "request_id_T", "modality_T")}
         cut = {name: value.tensor_split(num_parts) for name, value in of_tokens.items() if value is not None}
-        parts = [
+        parts: list[Tokens] = [
             replace(
                 self,
                 number=number,

@@ -51,7 +51,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         super().__init__(point, cases, job.ranks.device, job.begin)
         self.job, device, most = job, self.device, point.most_tokens
         self.settings, layer = point.experiment.measure, point.experiment.layer
-        self.ceilings = measure_ceilings(device, DTYPES[layer.dtype])
+        self.ceilings = measure_ceilings(device, DTYPES[layer.planned_dtype])
         free_memory(device)  # over 2 GiB on a GPU
         self.small = SmallLayers(point, device)
         self.virtual = VirtualStack(stack_builder(point, device), point.ep_size)
@@ -61,7 +61,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         if point.scope == "layer":
             generator = seeded_generator(device, layer.seed, HIDDEN, most)
             hidden_TD = torch.randn(most, point.model.hidden_size, generator=generator, device=device)
-            self._hidden = RotatingInput(hidden_TD.to(DTYPES[layer.dtype]).unsqueeze(1), len(point.cases))
+            self._hidden = RotatingInput(hidden_TD.to(DTYPES[layer.planned_dtype]).unsqueeze(1), len(point.cases))
         elif point.context_length:
             self._cache = self.virtual.new_cache(most, point.context_length)
         flush = CacheFlush(device) if self.settings.flush_l2 else None

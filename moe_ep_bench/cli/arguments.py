@@ -207,7 +207,8 @@ def make_parser() -> _Parser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show version and commit")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    actions = command = place = None
+    command = place = parser
+    actions = commands
     for line in _lines(_COMMANDS):
         left, _, text = line.strip().partition("  ")
         if line.startswith("  ["):

@@ -7,7 +7,7 @@ interleaved on the same batches.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, Private
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.config.conditions import parsed
-from moe_ep_bench.cost_model.devices import PRECISIONS, SENT_BYTES
+from moe_ep_bench.cost_model.devices import Dtype, SentDtype
 from moe_ep_bench.errors import UserError, check_known, naming
 from moe_ep_bench.facts.words import label_words
 from moe_ep_bench.models import ModelSpec, load_hf_model
@@ -64,9 +64,9 @@ class ModelConfig(Strict):
     """Model of data/models/; or a shape: num_experts, top_k, hidden_size, ffn_hidden_size, ..."""
     hf_config: Annotated[Path | None, NAME] = None
     """Hugging Face config.json, or its folder."""
-    scale: float = Field(1.0, gt=0, le=1)
+    scale: float = Field(default=1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
-    tensor_parallel: int = Field(1, ge=1, le=MOST)
+    tensor_parallel: int = Field(default=1, ge=1, le=MOST)
     """Ranks that share every expert; one shard runs, without all-reduce. So Megatron-LM 1877, a rank without
     tokens, is tested without it."""
 
@@ -110,21 +110,21 @@ class ModelConfig(Strict):
 
 
 class _Workload(Strict):
-    tokens_per_rank: int | None = Field(None, ge=1, le=MOST)
+    tokens_per_rank: int | None = Field(default=None, ge=1, le=MOST)
     """Tokens of a rank, on average."""
-    num_tokens: int | None = Field(None, ge=1, le=MOST)
+    num_tokens: int | None = Field(default=None, ge=1, le=MOST)
     """Tokens of all ranks; this or tokens_per_rank."""
     tokens_of_ranks: tuple[Annotated[int, Field(ge=0, le=MOST)], ...] | Annotated[float, Field(ge=1)] | None = None
     """Tokens of each rank, in place of both; or beside one, the fullest rank's tokens over the mean."""
-    num_batches: int = Field(10, ge=1, le=MOST_RUNS)
+    num_batches: int = Field(default=10, ge=1, le=MOST_RUNS)
     """Batches; intervals need ten."""
-    history: int | None = Field(None, ge=0, le=MOST_RUNS)
+    history: int | None = Field(default=None, ge=0, le=MOST_RUNS)
     """Batches ahead of the first, which plans know and nobody serves; null = as many as plans need."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of the batches."""
-    padding_per_rank: int = Field(0, ge=0, le=MOST)
+    padding_per_rank: int = Field(default=0, ge=0, le=MOST)
     """Padding tokens of a rank, which ``native`` alone computes."""
-    image_share: float | None = Field(None, ge=0, le=1)
+    image_share: float | None = Field(default=None, ge=0, le=1)
     """Share of image tokens, for policies with a ``modality``."""
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class _Workload(Strict):
         if asked is None:
             return None
         with naming("workload.tokens_of_ranks"):
-            if isinstance(asked, float):
+            if not isinstance(asked, tuple):
                 return spread_tokens(self.total_tokens(world_size), world_size, asked, self.seed)
             if len(asked) != world_size:
                 raise UserError(f"expected a number for each of the {world_size} ranks, got {len(asked)} of them")
@@ -175,21 +175,21 @@ class SyntheticConfig(_Workload):
     """The model's layer, which ``skew_from`` counts; ``all``: a comparison each."""
     balanced: bool = False
     """Every expert gets as many pairs of each batch, in few sets of experts."""
-    peak_load: float | None = Field(None, ge=1)
+    peak_load: float | None = Field(default=None, ge=1)
     """Load of the fullest expert over the mean, in the long run."""
-    batch_peak_load: float | None = Field(None, ge=1)
+    batch_peak_load: float | None = Field(default=None, ge=1)
     """The same of each batch."""
-    sequence_length: int = Field(128, ge=1, le=MOST)
+    sequence_length: int = Field(default=128, ge=1, le=MOST)
     """1 = decode; 1 + L = with L draft tokens."""
-    rank_load: float | None = Field(None, ge=1)
+    rank_load: float | None = Field(default=None, ge=1)
     """Load of the fullest rank over the mean; null = by chance."""
-    topk_share: float | None = Field(None, gt=0, lt=1)
+    topk_share: float | None = Field(default=None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
-    neighbour_overlap: float | None = Field(None, gt=0)
+    neighbour_overlap: float | None = Field(default=None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
     motion: Literal["hotspot", "burst", "drift"] | None = None
     """Popularity changes experts over batches."""
-    motion_batches: float | None = Field(None, gt=0, le=MOST)
+    motion_batches: float | None = Field(default=None, gt=0, le=MOST)
     """Batches of a turn, between bursts, or of a half-life."""
 
     @property
@@ -241,7 +241,7 @@ class SyntheticConfig(_Workload):
         given = self.model_dump(include=set(TARGETS), exclude_unset=True)
         if given.get("rank_load"):
             given["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if ep_size and ep_size > 1 else None
-        targets = dict.fromkeys(TARGETS)
+        targets: dict[str, Any] = dict.fromkeys(TARGETS)
         if self.skew is not None and self.skew not in PATTERNS:
             targets |= self.calibration(model.preset).targets()
             if self.sequence_length == 1:
@@ -292,11 +292,11 @@ class RecordedConfig(_Workload):
     """Several recordings side by side, or one after another."""
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences, or steps of requests side by side."""
-    tokens_per_request: int = Field(1, ge=1, le=MOST)
+    tokens_per_request: int = Field(default=1, ge=1, le=MOST)
     """Tokens of a request in a decode step; 1 + L = with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
     """Assumed scores of experts that are not recorded; ``recorded``: the file has all."""
-    topk_share: float | None = Field(None, gt=0, le=1)
+    topk_share: float | None = Field(default=None, gt=0, le=1)
     """Assumed mass of the top-k, where scores are normalised over it."""
 
     @property
@@ -317,13 +317,13 @@ class RecordedConfig(_Workload):
 
 
 class LayerConfig(Strict):
-    dtype: Literal[(*PRECISIONS,)] | None = None
+    dtype: Dtype | None = None
     """Dtype of weights and activations; null = the checkpoint's if modelled, else bfloat16."""
-    dispatch_dtype: Literal[(*SENT_BYTES,)] | None = None
+    dispatch_dtype: SentDtype | None = None
     """Dtype of the rows that ``emulate`` dispatches; null = layer.dtype."""
-    ep_size: int | None = Field(None, ge=1, le=MOST)
+    ep_size: int | None = Field(default=None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
     """``sequential`` (Megatron-Core's), ``grouped`` GEMMs, ``decode`` (few tokens) or ``te`` (Transformer Engine's)."""
@@ -332,30 +332,36 @@ class LayerConfig(Strict):
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step; needs ``decode`` experts and a GPU."""
 
+    @property
+    def planned_dtype(self) -> Dtype:
+        """``dtype`` of a point that is planned, which has one (``bench.plan``)."""
+        assert self.dtype is not None
+        return self.dtype
+
 
 class WholeConfig(Strict):
     """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
-    num_layers: int | None = Field(None, ge=1, le=MOST)
+    num_layers: int | None = Field(default=None, ge=1, le=MOST)
     """Layers built, dense ones included; null = all."""
-    context_length: int = Field(0, ge=0, le=MOST)
+    context_length: int = Field(default=0, ge=0, le=MOST)
     """Tokens of each request in the KV cache; 0 = prefill."""
 
 
 class MeasureConfig(Strict):
-    iterations: int = Field(5, ge=1, le=MOST_RUNS)
+    iterations: int = Field(default=5, ge=1, le=MOST_RUNS)
     """Plain iterations of a batch."""
-    breakdown_iterations: int = Field(2, ge=0, le=MOST_RUNS)
+    breakdown_iterations: int = Field(default=2, ge=0, le=MOST_RUNS)
     """Iterations of a batch with all phases timed."""
-    warmup: int = Field(5, ge=0, le=MOST_RUNS)
+    warmup: int = Field(default=5, ge=0, le=MOST_RUNS)
     """Most untimed rounds; ``emulate`` runs one."""
-    launches: int = Field(1, ge=1, le=MOST_RUNS)
+    launches: int = Field(default=1, ge=1, le=MOST_RUNS)
     """Runs of the whole process."""
     flush_l2: bool = False
     """Overwrite the last-level cache before an iteration."""
-    hold_us: float = Field(2000, ge=0, le=1e6)
+    hold_us: float = Field(default=2000, ge=0, le=1e6)
     """Hold of a GPU before an iteration, us."""
-    timeout_s: float = Field(300, gt=0, le=1e9)
+    timeout_s: float = Field(default=300, gt=0, le=1e9)
     """Limit of an iteration and a rendezvous."""
 
     @model_validator(mode="after")
@@ -382,6 +388,11 @@ SolveTime = Annotated[float, Field(ge=0)]
 class Lossless(Strict):
     """What spreads a batch over ranks and loses nothing (``balancers``): a case of ``emulate`` beside the policies."""
 
+    if TYPE_CHECKING:  # Each kind has its own, in the order of its keys.
+        name: ClassVar[str]
+        spare_per_rank: ClassVar[int | None]
+        solve_us: ClassVar[float | None]
+
     @property
     def solving_us(self) -> float | None:
         """Of a batch on every rank; None where nothing is solved."""
@@ -398,8 +409,10 @@ class Lossless(Strict):
         """The settings as a JSON-ready dict. Ids of cases follow from it."""
         return params_of(self.settings())
 
-    keeps_places: ClassVar[bool] = False
-    """Weights that move stay where they went, for the batches after it."""
+    @property
+    def keeps_places(self) -> bool:
+        """Whether weights that move stay where they went, for the batches after it."""
+        return False
 
     def of_sample(self, stands_for: int) -> Lossless:
         """The same for counts of a sample, each of whose pairs stands for so many."""
@@ -423,9 +436,9 @@ class Lossless(Strict):
 class ReplicationConfig(Lossless):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
-    spare_per_rank: int | None = Field(None, ge=1, le=MOST)
+    spare_per_rank: int | None = Field(default=None, ge=1, le=MOST)
     """Experts of a rank beyond its share; this or spare_budget."""
-    spare_budget: float | None = Field(None, gt=0, le=MOST)
+    spare_budget: float | None = Field(default=None, gt=0, le=MOST)
     """Mean over a recording's layers; those whose planned fullest rank falls most get them."""
     plan: Literal["eplb", "variance"] = "eplb"
     """Plans for mean loads, or also for their variance over batches (FlashLB)."""
@@ -433,11 +446,11 @@ class ReplicationConfig(Lossless):
     """``static`` shares evenly, ``lp`` minimises the fullest rank's load, ``activated`` its activated experts."""
     solve_us: SolveTime | None = None
     """Assumed time to solve a batch; null = 100, static none."""
-    window: int | None = Field(None, ge=1, le=MOST_RUNS)
+    window: int | None = Field(default=None, ge=1, le=MOST_RUNS)
     """Batches that a plan knows; null = by arrival or with ``every`` num_batches, else all but the served one."""
-    lag: int = Field(1, ge=1, le=MOST_RUNS)
+    lag: int = Field(default=1, ge=1, le=MOST_RUNS)
     """Batches from the last that a plan knows to the first that it serves."""
-    every: int | None = Field(None, ge=1, le=MOST_RUNS)
+    every: int | None = Field(default=None, ge=1, le=MOST_RUNS)
     """Batches between plans; null = one plan for all."""
     rearrange: Literal["stall", "beside"] = "stall"
     """Weights of a new plan move while all ranks wait, or beside exchanges, a layer a batch."""
@@ -467,9 +480,9 @@ class RebalanceConfig(Lossless):
 
     name: Literal["llep", "ultra", "moonep", "epic"]
     """After LLEP (least-loaded expert parallelism), UltraEP, MoonEP or EPIC."""
-    spare_per_rank: int = Field(2, ge=1, le=MOST)
+    spare_per_rank: int = Field(default=2, ge=1, le=MOST)
     """Free slots of a rank, for all layers."""
-    least_pairs: int = Field(1024, ge=1, le=MOST)
+    least_pairs: int = Field(default=1024, ge=1, le=MOST)
     """Fewest pairs for which weights move; of epic, if not given, those computed during an exchange."""
     solve_us: SolveTime = SOLVE_US
     """Assumed time to plan a batch."""
@@ -544,13 +557,13 @@ class EmulateConfig(Strict):
     links: Annotated[str | None, NAME_OF_FILE] = None
     """Name of data/links/, a file by ``calibrate``, ``table:SYSTEM/nccl/VERSION``, or an exchange that was measured,
     ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
-    exchange_sms: int | None = Field(None, ge=1)
+    exchange_sms: int | None = Field(default=None, ge=1)
     """Multiprocessors that a measured exchange uses; null = the fastest row."""
     copies: Literal["pair", "rank"] = "pair"
     """Modelled links carry a token once per ``pair`` (NCCL), or once per ``rank`` and node (DeepEP)."""
     overlap: Literal["none", "shared", "two_batch"] = NO_OVERLAP
     """Computed during dispatch: ``shared`` experts, or with ``two_batch`` also the other half batch."""
-    bandwidth_scale: float = Field(1.0, gt=0)
+    bandwidth_scale: float = Field(default=1.0, gt=0)
     """Factor on all bandwidths."""
     device: Annotated[str, NAME_OF_FILE] = MEASURED
     """``measured``: this device. Modelled: a name of data/devices/, such a file, or

@@ -55,7 +55,7 @@ def holds(rows: pd.DataFrame, condition: str, known: Collection[str] | None = No
         UserError: it cannot be read, names an unknown column, or compares words with numbers.
     """
     tree = parsed(condition)
-    known = list(rows) if known is None else known
+    known = [str(name) for name in rows] if known is None else known
     for name in columns_of(condition):
         if name not in known:
             listed = f"expected a column, one of {', '.join(known)}"
@@ -130,7 +130,7 @@ def _literal(node: ast.AST) -> Any:
     raise ValueError
 
 
-def _holds(node: ast.AST, rows: pd.DataFrame) -> np.ndarray:
+def _holds(node: ast.expr, rows: pd.DataFrame) -> np.ndarray:
     match node:
         case ast.BoolOp(op=kind, values=values):
             join = np.logical_and if isinstance(kind, ast.And) else np.logical_or
@@ -142,13 +142,13 @@ def _holds(node: ast.AST, rows: pd.DataFrame) -> np.ndarray:
             return np.logical_and.reduce([_compared(one, kind, other, rows) for one, kind, other in pairs])
     values = _values(node, rows)
     if kinds := {kind for kind in map(_kind, values) if kind not in (None, "true and false")}:
-        raise UserError(f"{node.id}: expected a comparison, as it has {kinds.pop()}")
+        raise UserError(f"{ast.unparse(node)}: expected a comparison, as it has {kinds.pop()}")
     return np.array([value is True for value in values], dtype=bool)
 
 
 def _compared(left: ast.AST, kind: ast.cmpop, right: ast.AST, rows: pd.DataFrame) -> np.ndarray:
     values = _values(left, rows)
-    if isinstance(kind, ast.In | ast.NotIn):
+    if isinstance(right, ast.Tuple | ast.List | ast.Set):
         listed = [_literal(item) for item in right.elts]
         for item in listed:
             _check_kinds(left, values, [item])

@@ -259,14 +259,14 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
         while isinstance(trace, list) and trace:
             trace = trace[0]
         counted = workload.get("skew_from")
-        if counted is None and not isinstance(trace, str):
+        if counted is not None:
+            with naming(f"{path}: workload.skew_from"):
+                sweep["workload.layer"] = list(read_counts(Path(counted), _moe_layers(path, raw, sweep)).loads)
+        elif isinstance(trace, str):
+            with naming(f"{path}: workload.trace"):
+                sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
+        else:
             raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
-        with naming(f"{path}: workload.{'trace' if counted is None else 'skew_from'}"):
-            if counted is None:
-                layers = list(range(open_trace(trace).num_layers))
-            else:
-                layers = list(read_counts(Path(counted), _moe_layers(path, raw, sweep)).loads)
-        sweep["workload.layer"] = layers
 
 
 def _moe_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Sequence[int]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.cuda import nccl
 
 from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import OK, UserError
@@ -126,7 +127,7 @@ def measure(ranks: Ranks, share_N: Sequence[int], repetitions: int) -> NDArray[n
     times_us: dict[int, list[float]] = {share: [] for share in share_N}
     for number in range(min(_PASSES, repetitions)):
         for share, taken_us in times_us.items():
-            faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True, file=sys.__stderr__ or sys.stderr)
             run = _exchange(ranks, share)
             for _ in range(_WARM_UP):
                 run()
@@ -175,7 +176,7 @@ def _write(ranks: Ranks, out: Path, link: Link) -> None:
 
 def _source(ranks: Ranks) -> str:
     device, versions = provenance.hardware(ranks.device), provenance.package_versions()
-    backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if ranks.backend == "nccl" else ranks.backend
+    backend = f"NCCL {'.'.join(map(str, nccl.version()))}" if ranks.backend == "nccl" else ranks.backend
     shared = ", which share cores" if ranks.oversubscribed else ""
     return (
         f"measured on {time.strftime('%Y-%m-%d', time.gmtime())}: {device['device_name']}, {ranks.world_size} ranks,"

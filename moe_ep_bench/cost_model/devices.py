@@ -45,14 +45,17 @@ class Precision:
     hidden_bytes: int = 2
     speed: float = 1.0
 
-    def sent(self, dispatch_dtype: str | None) -> Precision:
+    def sent(self, dispatch_dtype: SentDtype | None) -> Precision:
         """The same with hidden states sent as ``layer.dispatch_dtype``; None = as they are."""
         return self if dispatch_dtype is None else replace(self, sent_bytes=SENT_BYTES[dispatch_dtype])
 
 
 # Of ``layer.dtype``. Blocks of 128 values (fp8_block) or 128 x 128 weights share a float32 scale, of 32 (mxfp4, mxfp8)
 # or 16 (nvfp4) a byte, of 128 (int4) two bytes. Kernels with 16-bit activations (w4a16, int4) send those.
-PRECISIONS = {
+Dtype = Literal[
+    "float32", "bfloat16", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"
+]  # fmt: skip
+PRECISIONS: dict[Dtype, Precision] = {
     "float32": Precision(4, 4, 4),
     "bfloat16": Precision(2, 2),
     "fp8": Precision(1, 1, speed=2),
@@ -63,7 +66,8 @@ PRECISIONS = {
     "nvfp4": Precision(0.5 + 1 / 16, 0.5 + 1 / 16, speed=4),
 }
 # ``layer.dispatch_dtype``: bytes of a value of hidden states on their way to experts, scales included.
-SENT_BYTES = {"bfloat16": 2.0, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+SentDtype = Literal["bfloat16", "fp8", "nvfp4"]
+SENT_BYTES: dict[SentDtype, float] = {"bfloat16": 2.0, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
 # Of these the linear layers beside routed experts may be too (``ModelSpec.quantized``).
 FP8 = ("fp8", "fp8_block")
 # What layers that run here have; others are of tables alone.
@@ -90,7 +94,7 @@ class Device(Preset):
     """Memory bandwidth of the data sheet, 1e12 bytes per second."""
     memory_gb: PositiveFloat
     """Size of the memory, 1e9 bytes."""
-    num_sms: int | None = Field(None, ge=1)
+    num_sms: int | None = Field(default=None, ge=1)
     """Streaming multiprocessors, of which an exchange may hold some; None = not stated."""
     arithmetic_efficiency: Curve
     """(rows, share of the arithmetic) with rising rows; its ends hold beyond it."""
@@ -118,9 +122,9 @@ class Device(Preset):
     routing_policy_basis: Basis
     experts_as: Literal["grouped", "te"] = "grouped"
     """Whose kernels compute experts (see the module)."""
-    dtypes: tuple[Literal[(*PRECISIONS,)], ...] = RUN_DTYPES
+    dtypes: tuple[Dtype, ...] = RUN_DTYPES
     """``layer.dtype`` that the roofline's figures are of; tables have their own."""
-    speeds: dict[Literal[(*PRECISIONS,)], PositiveFloat] = Field({})
+    speeds: dict[Dtype, PositiveFloat] = Field(default={})
     """How much faster than in bfloat16 GEMMs of a dtype are; of others as the data sheet has it (``PRECISIONS``)."""
     speeds_basis: Basis | None = None
     """What they rest on; stated where they are."""
@@ -168,7 +172,7 @@ class Device(Preset):
         """Rows are cast to ``layer.dtype`` behind the dispatch, as Transformer Engine does, not ahead of it."""
         return self.experts_as == "te"
 
-    def precision(self, dtype: str, dispatch_dtype: str | None = None) -> Precision:
+    def precision(self, dtype: Dtype, dispatch_dtype: SentDtype | None = None) -> Precision:
         """What values of ``layer.dtype`` take here, and of ``layer.dispatch_dtype`` on their way."""
         found = replace(PRECISIONS[dtype], speed=self.speeds.get(dtype, PRECISIONS[dtype].speed))
         return (replace(found, sent_bytes=found.hidden_bytes) if self.casts_late else found).sent(dispatch_dtype)
@@ -201,7 +205,7 @@ class Device(Preset):
         memory_us = np.asarray(num_bytes, dtype=np.float64) / (self.reached_tbps * 1e6)
         return np.maximum(self.arithmetic_us(flops, rows), memory_us)
 
-    def beside_experts(self, dtype: str, quantized: str) -> Precision:
+    def beside_experts(self, dtype: Dtype, quantized: str) -> Precision:
         """What attention's projections, dense and shared FFNs take in a layer of this dtype (``ModelSpec.quantized``).
 
         Their rows come and go in ``hidden_bytes``: casting them is in reading them.

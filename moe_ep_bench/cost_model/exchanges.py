@@ -121,7 +121,8 @@ class Exchange(Strict):
         if not num_tokens:
             return np.zeros(num_ranks), np.zeros(num_ranks)
         curves = (self.dispatch, num_tokens * self.dispatch_scale), (self.combine, num_tokens * self.combine_scale)
-        return tuple(np.full(num_ranks, float(curve.at(size))) for curve, size in curves)
+        dispatch_us, combine_us = (np.full(num_ranks, float(curve.at(size))) for curve, size in curves)
+        return dispatch_us, combine_us
 
     def held_sms(self, copies_RX: ArrayLike) -> tuple[int | None, int | None]:
         """Streaming multiprocessors that dispatch and combine hold: the nearest row's; None = the rows do not say."""
@@ -130,10 +131,11 @@ class Exchange(Strict):
             (self.dispatch, self.dispatch_sms, self.dispatch_scale),
             (self.combine, self.combine_sms, self.combine_scale),
         )
-        return tuple(
+        dispatch, combine = (
             sms[int(np.abs(np.log(np.array(curve.root)[:, 0] / (size * scale))).argmin())] if sms else None
             for curve, sms, scale in rows
         )
+        return dispatch, combine
 
 
 def reached(num_experts: int, top_k: int, num_parts: int) -> float:

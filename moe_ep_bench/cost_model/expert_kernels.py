@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.exchanges import reached
-from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable
+from moe_ep_bench.cost_model.expert_table import ExpertTable, by_ep_size, shape_of
 from moe_ep_bench.presets import Strict
 
 if TYPE_CHECKING:  # It imports slowly.
@@ -119,12 +119,12 @@ def uniform_loads(num_tokens: int, num_experts: int, top_k: int, ep_size: int) -
 def kernel_tables(rows: pd.DataFrame, block: int) -> dict[int, KernelTable]:
     """One shape's uniform rows of one dtype as a table for each EP size."""
     rows = rows.sort_values("num_tokens")
-    kernels, shape = fit(rows, block), rows[SHAPE].iloc[0].to_dict()
+    kernels, shape = fit(rows, block), shape_of(rows)
     return {
-        int(ep_size): KernelTable(
+        ep_size: KernelTable(
             **shape, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"]), kernels=kernels
         )
-        for ep_size, points in rows.groupby("ep_size")
+        for ep_size, points in by_ep_size(rows)
     }
 
 
@@ -135,7 +135,8 @@ def fit(rows: pd.DataFrame, block: int) -> Kernels:
     padded = block > 1  # Their rows replay no graph, and their kernels go through all tokens that they are handed.
     least_us = float(rows["us"].min()) if padded else 0.0
     seen = rows[rows["us"] > _LAUNCHES * least_us]
-    loads = [uniform_loads(row.num_tokens, row.num_experts, row.top_k, row.ep_size) for row in seen.itertuples()]
+    sizes = seen[["num_tokens", "num_experts", "top_k", "ep_size"]].to_numpy()
+    loads = [uniform_loads(*of_row) for of_row in sizes.tolist()]
     most_N = np.array([-(-load_L.max() // block) * block for load_L in loads])
     active_N = np.array([(load_L > 0).sum() for load_L in loads])
     knots = np.unique(most_N)

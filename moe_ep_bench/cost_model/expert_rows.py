@@ -35,10 +35,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.curve import Curve
-from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device, Dtype
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.expert_kernels import kernel_tables
-from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, tables_of_shape
+from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_of, tables_of_shape
 from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, is_open, root
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts.words import shape_words
@@ -76,7 +76,7 @@ def load_device(name: str) -> Device:
 
 
 def load_device_of_layer(
-    name: str, model: ModelSpec, ep_size: int, dtype: str, exchange: Copies | None = None
+    name: str, model: ModelSpec, ep_size: int, dtype: Dtype, exchange: Copies | None = None
 ) -> Device:
     """The same for one layer, with what a table measured of its experts.
 
@@ -99,7 +99,7 @@ def load_device_of_layer(
 
 @lru_cache(maxsize=32)
 def _device_of_tables(
-    folder: Path, name: str, model: ModelSpec, ep_size: int, dtype: str, exchange: Copies | None
+    folder: Path, name: str, model: ModelSpec, ep_size: int, dtype: Dtype, exchange: Copies | None
 ) -> Device:
     """``load_device_of_layer`` of a table's name; points of a sweep share it, for the files of ``folder`` stay."""
     device = load_device(name)
@@ -157,7 +157,7 @@ def read_moe(
     if not is_planned:
         rows["num_slots"] = rows["num_experts"]
     keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_slots", "num_tokens"]
-    rows = rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
+    rows = rows.drop(columns="latency").groupby(keys)["us"].min().reset_index()
     if not stands:
         return rows
     if tables.backend == "deepep_normal":
@@ -202,7 +202,7 @@ def planned_table(rows: pd.DataFrame, ep_size: int) -> ExpertTable:
     """One shape's planned rows of one dtype and EP size."""
     points = rows[rows["ep_size"] == ep_size].sort_values("num_tokens")
     num_slots = int(points["num_slots"].iloc[0])
-    shape = points[SHAPE].iloc[0].to_dict()
+    shape = shape_of(points)
     sizes = shape["num_experts"], shape["top_k"], ep_size, num_slots
     loads = [planned_loads(number, *sizes) for number in points["num_tokens"]]
     return ExpertTable(

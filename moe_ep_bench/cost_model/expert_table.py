@@ -17,8 +17,9 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -100,12 +101,12 @@ class ExpertTable(Strict):
 
     def _balanced_us(self, num_tokens: int) -> float:
         """S of balanced loads."""
-        balanced_L = self.loads(num_tokens)
+        balanced_L = self.loads(num_tokens).astype(np.float64)
         return float(self._work_us(balanced_L if balanced_L.any() else np.ones(1)))
 
-    def _rest_us(self, num_tokens: ArrayLike, time_us: ArrayLike) -> NDArray[np.float64]:
+    def _rest_us(self, num_tokens: ArrayLike, time_us: NDArray[np.float64]) -> NDArray[np.float64]:
         """f of measured times."""
-        return np.maximum(time_us - self.token_us * np.asarray(num_tokens), _LEAST_REST * np.asarray(time_us))
+        return np.maximum(time_us - self.token_us * np.asarray(num_tokens), _LEAST_REST * time_us)
 
     @cached_property
     def _by_pairs(self) -> Curve:
@@ -143,11 +144,24 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
     """One shape's balanced rows of one dtype as a table for each EP size."""
     rows = rows.sort_values("num_tokens")
-    shared = {**rows[SHAPE].iloc[0].to_dict(), "token_us": _token_us(rows)}
+    shape, token_us = shape_of(rows), _token_us(rows)
     return {
-        int(ep_size): ExpertTable(**shared, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"]))
-        for ep_size, points in rows.groupby("ep_size")
+        ep_size: ExpertTable(
+            **shape, token_us=token_us, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"])
+        )
+        for ep_size, points in by_ep_size(rows)
     }
+
+
+def shape_of(rows: pd.DataFrame) -> dict[str, Any]:
+    """The ``SHAPE`` that rows share."""
+    return {name: int(rows[name].iloc[0]) for name in SHAPE}
+
+
+def by_ep_size(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    """EP sizes, ascending, with their rows."""
+    for _, points in rows.groupby("ep_size"):
+        yield int(points["ep_size"].iloc[0]), points
 
 
 def _token_us(rows: pd.DataFrame) -> float:

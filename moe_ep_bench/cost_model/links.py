@@ -67,8 +67,10 @@ class Link(Strict):
             raise UserError(
                 f"expected times that grow with the bytes, got none up to {sizes_N[-1]:,.0f} bytes; measure larger ones"
             )
-        bases = {"latency_basis": basis, "efficiency_basis": basis}
-        return cls(latency_us=curve.root[0][1], bandwidth_gbps=1e-3 / byte_us, efficiency=1.0, curve=curve, **bases)
+        return cls(
+            latency_us=curve.root[0][1], latency_basis=basis, bandwidth_gbps=1e-3 / byte_us, efficiency=1.0,
+            efficiency_basis=basis, curve=curve,
+        )  # fmt: skip
 
     @property
     def reached_gbps(self) -> float:

@@ -87,13 +87,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.devices import Device, Precision
+from moe_ep_bench.cost_model.devices import Device, Dtype, Precision, SentDtype
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
 
-Number, Time = int | NDArray[np.int64], float | NDArray[np.float64]
+Number = int | NDArray[np.int64]
+Time = float | NDArray[np.number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +139,8 @@ def layer_segments(
     by_policy: bool,
     batch_wide: bool,
     alone: bool = False,
-    dtype: str = "bfloat16",
-    dispatch_dtype: str | None = None,
+    dtype: Dtype = "bfloat16",
+    dispatch_dtype: SentDtype | None = None,
     exchange: Copies | None = None,
     solving_us: float = 0.0,
 ) -> list[tuple[str, Time]]:
@@ -238,8 +239,8 @@ class PassWork:
 
 
 def pass_segments(
-    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, dtype: str = "bfloat16", **of_layers: Any
-) -> list[tuple[PhaseKey, float]]:
+    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, dtype: Dtype = "bfloat16", **of_layers: Any
+) -> list[tuple[PhaseKey, Time]]:
     """Phases and microseconds of one pass in the order in which a measured one has them, for ``timeline.legs_of``.
 
     Those of a layer are (layer, name), as (3, "experts"). Stages without work take no time.
@@ -252,7 +253,7 @@ def pass_segments(
         ValueError: the device's share for attention is not stated.
     """
     us = _outside_us(device, model, work, dtype)
-    segments: list[tuple[PhaseKey, float]] = [(UNACCOUNTED, 0.0), ("embedding", us.embedding)]
+    segments: list[tuple[PhaseKey, Time]] = [(UNACCOUNTED, 0.0), ("embedding", us.embedding)]
     for layer in range(num_layers):
         segments += [
             ("rest", 0.0),
@@ -269,7 +270,7 @@ def pass_segments(
     return [*segments, ("rest", us.norm), ("output", us.output), (UNACCOUNTED, 0.0)]
 
 
-def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, dtype: str = "bfloat16") -> float:
+def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, dtype: Dtype = "bfloat16") -> float:
     """Microseconds of a pass through all of a model's layers that no MoE layer takes.
 
     Raises:
@@ -291,7 +292,7 @@ class _Outside(NamedTuple):
     output: float
 
 
-def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
+def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: Dtype) -> _Outside:
     linear = device.beside_experts(dtype, model.quantized)
     whole = device.beside_experts(dtype, "experts")
     T, D, b = sum(work.lengths) / work.num_parts, model.hidden_size, linear.hidden_bytes

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from moe_ep_bench.cost_model.curve import Curve
-from moe_ep_bench.cost_model.devices import SENT_BYTES
+from moe_ep_bench.cost_model.devices import SENT_BYTES, Dtype, SentDtype
 from moe_ep_bench.cost_model.exchanges import Copies, Exchange
 from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import UserError, brief, did_you_mean
@@ -63,7 +63,7 @@ KERNELS: dict[str, dict[str, str]] = {
     "trtllm": {"wideep": "wideep_moe_perf.parquet", "wideep_288": "wideep_moe_perf.parquet"},
 }
 # What a token is sent as, by ``layer.dtype``; a key of ``SENT_BYTES``. All else comes and goes in bfloat16.
-_SENT = {"fp8": "fp8", "fp8_block": "fp8", "w4a8_mxfp4_mxfp8": "fp8", "nvfp4": "nvfp4"}
+_SENT: dict[str, SentDtype] = {"fp8": "fp8", "fp8_block": "fp8", "w4a8_mxfp4_mxfp8": "fp8", "nvfp4": "nvfp4"}
 # Rows of SGLang do not name it: they dispatch FP8 (its collector).
 _SENT_BY = {"sglang": "fp8"}
 # A hidden size that was not measured takes the nearest one's rows, by bytes, up to so many times.
@@ -261,9 +261,9 @@ def load_links_of_layer(
     name: str,
     model: ModelSpec,
     num_ranks: int,
-    dtype: str,
+    dtype: Dtype,
     sms: int | None = None,
-    dispatch_dtype: str | None = None,
+    dispatch_dtype: SentDtype | None = None,
     *,
     decodes: bool = False,
 ) -> Links:
@@ -299,9 +299,9 @@ def _links_of_tables(
     name: str,
     model: ModelSpec,
     num_ranks: int,
-    dtype: str,
+    dtype: Dtype,
     sms: int | None,
-    dispatch_dtype: str | None,
+    dispatch_dtype: SentDtype | None,
     *,
     decodes: bool = False,
 ) -> Links:
@@ -332,7 +332,9 @@ def _links_of_tables(
     return links.model_copy(update={"exchange": exchange, "ranks_per_node": min(per_node, links.ranks_per_node)})
 
 
-def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, sent: str, sms: int | None = None) -> Exchange:
+def read_exchange(
+    tables: Tables, model: ModelSpec, num_ranks: int, sent: SentDtype, sms: int | None = None
+) -> Exchange:
     """The rows of an exchange for a model's layer: its ranks, and the nearest hidden size, dtype, top-k and experts.
 
     Which top-k and how many experts the rows had enters by the copies that uniform routing gives them; another hidden
@@ -361,15 +363,16 @@ def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, sent: str, s
     if max(hidden / (near := nearest("hidden_size", hidden)), near / hidden) > _NEAR:
         keep("a hidden size, or one near it,", "hidden_size", hidden)
     rows = rows[rows["hidden_size"] == near]
-    known = [dtype for dtype in rows["dtype"].unique() if dtype in SENT_BYTES]
-    row_sent = min(known, key=lambda dtype: (dtype != sent, abs(SENT_BYTES[dtype] - SENT_BYTES[sent]))) if known else ""
-    rows = rows[rows["dtype"] == row_sent]
+    known: list[SentDtype] = [dtype for dtype in SENT_BYTES if rows["dtype"].eq(dtype).any()]
+    nearest_sent = sorted(known, key=lambda dtype: (dtype != sent, abs(SENT_BYTES[dtype] - SENT_BYTES[sent])))
+    row_sent = nearest_sent[0] if known else None
+    rows = rows[rows["dtype"] == (row_sent or "")]
     if sms is not None:
         rows = keep("exchange_sms", "sms", sms)
     for column, value in (("top_k", model.top_k), ("num_experts", model.num_experts)):
         rows = rows[rows[column] == nearest(column, value)]
     best = rows.loc[rows.groupby(["phase", "num_tokens"])["us"].idxmin()].sort_values("num_tokens")
-    phases = {phase: best[best["phase"] == phase] for phase in ("dispatch", "combine")}
+    dispatch, combine = (best[best["phase"] == phase] for phase in ("dispatch", "combine"))
     copies = BACKENDS[tables.framework][tables.backend][1]
     num_nodes = int(best["num_nodes"].iloc[0])
     return Exchange(
@@ -381,11 +384,13 @@ def read_exchange(tables: Tables, model: ModelSpec, num_ranks: int, sent: str, s
         num_experts=int(best["num_experts"].iloc[0]),
         top_k=int(best["top_k"].iloc[0]),
         hidden_size=near,
-        sent_as=row_sent or None,
+        sent_as=row_sent,
         dispatch_scale=hidden / near * (SENT_BYTES[sent] / SENT_BYTES[row_sent] if row_sent else 1.0),
         combine_scale=hidden / near,
-        **{phase: Curve.of(one["num_tokens"], one["us"]) for phase, one in phases.items()},
-        **{f"{phase}_sms": tuple(one["sms"].astype(int)) for phase, one in phases.items() if (one["sms"] > 0).all()},
+        dispatch=Curve.of(dispatch["num_tokens"], dispatch["us"]),
+        combine=Curve.of(combine["num_tokens"], combine["us"]),
+        dispatch_sms=tuple(dispatch["sms"].astype(int)) if (dispatch["sms"] > 0).all() else (),
+        combine_sms=tuple(combine["sms"].astype(int)) if (combine["sms"] > 0).all() else (),
     )
 
 
@@ -452,9 +457,16 @@ def load_links(name: str, num_ranks: int | None = None) -> Links:
     }
     if missing := {"alltoall", "all_gather", "all_reduce"} - set(measured):
         raise UserError(f"{source}: no rows of {min(missing)}; take another version of nccl")
-    links = {"intra": measured["alltoall"], "gather": measured["all_gather"], "reduce": measured["all_reduce"]}
-    named = {"name": tables.name, "source": source, "measured_by": tables.facts}
-    return Links(**named, ranks_per_node=most, inter=None, **links)
+    return Links(
+        name=tables.name,
+        source=source,
+        measured_by=tables.facts,
+        ranks_per_node=most,
+        intra=measured["alltoall"],
+        inter=None,
+        gather=measured["all_gather"],
+        reduce=measured["all_reduce"],
+    )
 
 
 def read_nccl(tables: Tables) -> pd.DataFrame:
@@ -467,4 +479,4 @@ def read_nccl(tables: Tables) -> pd.DataFrame:
     size = rows["message_size"] * rows["nccl_dtype"].map({"half": 2, "int8": 1})
     crossing = np.where(rows["op_name"] == "all_reduce", 1.0, 1 - 1 / rows["num_gpus"])
     rows = rows.assign(bytes=size * crossing, us=rows["latency"] * 1e3)
-    return rows.groupby(["op_name", "num_gpus", "bytes"], as_index=False)["us"].min()
+    return rows.groupby(["op_name", "num_gpus", "bytes"])["us"].min().reset_index()

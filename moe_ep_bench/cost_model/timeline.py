@@ -59,7 +59,7 @@ def phase_of_meeting(meeting: PhaseKey) -> PhaseKey:
     return phase_key(layer, PHASE_OF_MEETING[wait])
 
 
-def legs_of(segments: Sequence[tuple[PhaseKey, float]]) -> tuple[list[Leg], list[PhaseKey]]:
+def legs_of(segments: Sequence[tuple[PhaseKey, Any]]) -> tuple[list[Leg], list[PhaseKey]]:
     """Cut one run at its meetings.
 
     Args:

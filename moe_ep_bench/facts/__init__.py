@@ -28,7 +28,7 @@ from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.policies.contract import Setting, params_of
 from moe_ep_bench.runtime.sharing import Sharing
-from moe_ep_bench.schema import MODES, REHEARSAL
+from moe_ep_bench.schema import REHEARSAL, Mode
 
 MEASURED_ELSEWHERE = "measured elsewhere"
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
@@ -184,7 +184,7 @@ class Workload(JsonRecord):
     recording: Recording | None = None
     skew: SkewFacts | None = None
     scores_assumed: bool = False  # of a recording, equal over the top-k, for it has none
-    targets: dict[str, Any] = Field({})  # of a synthetic workload (``Targets``)
+    targets: dict[str, Any] = Field(default={})  # of a synthetic workload (``Targets``)
     seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has
 
@@ -383,9 +383,9 @@ class RoutedFacts(ComparisonFacts):
 class TimedFacts(ComparisonFacts):
     """A comparison of ``run`` or ``emulate``."""
 
-    scale: PositiveFloat  # 1.0 = the model's true sizes
+    scale: PositiveFloat = Field()  # 1.0 = the model's true sizes
     num_replicas: Count
-    world_size: Count
+    world_size: Count = Field()
     dtype: str
     backend: Literal["nccl", "gloo", "staged"]
     sharing: Sharing | None = None  # by what ranks shared a device, and nothing was timed; None = each had its own
@@ -404,7 +404,7 @@ class TimedFacts(ComparisonFacts):
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
-    point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
+    point: dict[str, Any] = Field(default={})  # of the config's sweep: dotted keys with their values
     draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)
     layers: Count = 1  # of a recording, likewise
 
@@ -441,7 +441,12 @@ class JudgedFacts(JsonRecord):
     model: str
     order: int = 0
     num_experts: Count
+    top_k: Count | None = None
+    num_layers: Count | None = None  # with experts
     num_ranks: Count  # virtual ones
+    arrangement: str | None = None
+    dtype: str | None = None
+    seed: int | None = None
     batch_size: Count
     text: str | None = None
     task: str | None = None
@@ -616,20 +621,20 @@ class Job(JsonRecord):
     config: list[dict[str, Any]] | dict[str, Any] | None = None  # resolved
     config_text: str | None = None  # the file, word for word
     command: str | None = None  # the command line, likewise
-    environment: dict[str, Any] = Field({})
-    hashes: dict[str, Any] = Field({})
+    environment: dict[str, Any] = Field(default={})
+    hashes: dict[str, Any] = Field(default={})
 
 
 class RunFacts(JsonRecord):
     """run.json; comparisons and cases are validated one by one, so that one damaged entry costs no other."""
 
     run_id: str
-    mode: Literal[*MODES]
+    mode: Mode
     scope: Literal["layer", "model"] = "layer"
     environment: Environment
     comparisons: dict[str, Any]
     cases: dict[str, Any]
-    runs: dict[str, Job] = Field({})
+    runs: dict[str, Job] = Field(default={})
 
 
 class Pairs(JsonRecord):

@@ -334,7 +334,7 @@ def describe_device(
     )
 
 
-def shape_words(shape: Sequence[int]) -> str:
+def shape_words(shape: Sequence[object]) -> str:
     """A layer's hidden size, expert FFN size, experts and top-k."""
     return "{} x {}, {} experts, top-{}".format(*shape)
 

@@ -35,6 +35,7 @@ class GroupedExperts(torch.nn.Module):
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, **_: Any) -> None:
         super().__init__()
         ffn_size, hidden_size = config.moe_ffn_hidden_size, config.hidden_size
+        assert ffn_size is not None
         self.num_local_experts = num_local_experts
         # Rows are output features, as in a linear layer: the layout in which the GEMM reads along D.
         self.gate_up_L2FD = _weight(config, num_local_experts, 2 * ffn_size, hidden_size)
@@ -150,7 +151,7 @@ class BoundedDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
             hidden_ND, probs_N = self._only_chosen(int(self.input_splits.sum()), hidden_ND, probs_N)
         return super().token_dispatch(hidden_ND, probs_N)
 
-    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.input_splits is None:
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
             hidden_ND, probs_N = self._only_chosen(int(self.tokens_per_expert.sum()), hidden_ND, probs_N)
@@ -203,9 +204,9 @@ class IndexedAlltoAllDispatcher(BoundedDispatcher):
         if self.input_splits is None:  # One rank, which sends nothing.
             hidden_ND, probs_N = self._only_chosen(int(self.tokens_per_expert.sum()), hidden_ND, probs_N)
         # With one source rank, or one local expert, the rows are in order already.
-        in_order = self._counts_RL is None or len(self._counts_RL) == 1
-        self._from_rank_major_N = None if in_order else rank_major_index(self._counts_RL, len(probs_N))
-        if self._from_rank_major_N is not None:
+        self._from_rank_major_N = None
+        if self._counts_RL is not None and len(self._counts_RL) > 1:
+            self._from_rank_major_N = rank_major_index(self._counts_RL, len(probs_N))
             hidden_ND = hidden_ND.index_select(0, self._from_rank_major_N)
             probs_N = probs_N.index_select(0, self._from_rank_major_N)
         counts_L = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
@@ -279,6 +280,7 @@ class MapDispatcher(token_dispatcher.MoEAllGatherTokenDispatcher):
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         # The reduce-scatter sums in the dtype of these.
         self.local_probs = probs[:, local]
+        assert self.routing_map is not None
         map_TL, self.routing_map = self.routing_map[:, local], None
         return hidden_states, map_TL, self.local_probs
 

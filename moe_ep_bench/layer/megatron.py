@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import logging
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,23 @@ with warnings.catch_warnings():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_layer, moe_utils
     from megatron.core.transformer.moe import token_dispatcher as token_dispatcher
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter as TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+if TYPE_CHECKING:
+
+    class MoELayer(moe_layer.MoELayer):
+        """Parts of a layer are ours, and more than Megatron-Core's own hints ask of any."""
+
+        router: Any
+        token_dispatcher: Any
+
+else:
+    MoELayer = moe_layer.MoELayer
+
 
 MEGATRON_VERSION: str = megatron.core.__version__
 
@@ -158,9 +169,9 @@ def megatron_config(
         "bias_dropout_fusion": False,
     }
     if isinstance(attention, LatentAttention):
+        fields["q_lora_rank"] = attention.q_lora_rank  # None says that there is none, whatever Megatron-Core's hint
         return MLATransformerConfig(
             **fields,
-            q_lora_rank=attention.q_lora_rank,
             kv_lora_rank=attention.kv_lora_rank,
             qk_head_dim=attention.qk_nope_head_dim,
             qk_pos_emb_head_dim=attention.qk_rope_head_dim,
@@ -202,7 +213,7 @@ def with_experts_on(group: Any) -> ProcessGroupCollection:
     return groups
 
 
-def moe_submodules(num_experts: int, router: Any, experts: Any) -> MoESubmodules:
+def moe_submodules(num_experts: int, router: Any, experts: Any) -> moe_layer.MoESubmodules:
     """Megatron-Core's own parts of an MoE layer (shared experts without Transformer Engine) with these two in place.
 
     Args:
@@ -217,8 +228,8 @@ def expert_submodule(num_experts: int, *, use_te: bool) -> Any:
     return _submodules(num_experts, use_te=use_te).experts
 
 
-def _submodules(num_experts: int, *, use_te: bool) -> MoESubmodules:
-    spec = get_moe_module_spec(use_te=use_te, num_experts=num_experts, moe_grouped_gemm=use_te)
+def _submodules(num_experts: int, *, use_te: bool) -> moe_layer.MoESubmodules:
+    spec: Any = get_moe_module_spec(use_te=use_te, num_experts=num_experts, moe_grouped_gemm=use_te)
     # A ModuleSpec in 0.16, a functools.partial in 0.19.
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
@@ -231,7 +242,7 @@ def decoder_spec(config: TransformerConfig, core_attention: Any = None, moe_subm
         core_attention: in place of ``DotProductAttention``; called with Megatron-Core's arguments.
         moe_submodules: in place of the MoE layers' own parts.
     """
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     frequencies = config.moe_layer_freq
     assert isinstance(frequencies, list)
     # One object stands for all layers of a kind.
@@ -270,8 +281,9 @@ def build_gpt(
         position_embedding_type="rope",
         pg_collection=groups,
     )
-    if config.multi_latent_attention and not config.qk_layernorm:
+    if isinstance(config, MLATransformerConfig) and not config.qk_layernorm:
         # Without a latent for queries 0.19 normalises that of keys and values only with Transformer Engine.
-        for layer in gpt.decoder.layers:
+        layers: Any = gpt.decoder.layers
+        for layer in layers:
             layer.self_attention.kv_layernorm = torch.nn.RMSNorm(config.kv_lora_rank, eps=config.layernorm_epsilon)
     return gpt

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.megatron import TopKRouter
-from moe_ep_bench.models import scores_from_logits
+from moe_ep_bench.models import ScoreFunction, scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 
 
@@ -29,6 +29,8 @@ class ReplayRouter(TopKRouter):
         look: shown the gate's own logits, which a replay hides; None while things are timed.
     """
 
+    score_function: ScoreFunction
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.replay_TE: Tensor | None = None
@@ -37,7 +39,7 @@ class ReplayRouter(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         if input.shape[0] == 0:
             # TopKRouter cannot reshape an empty batch; a rank may well have no tokens.
-            logits = input.new_zeros((*input.shape[:-1], self.config.num_moe_experts), dtype=torch.float32)
+            logits = input.new_zeros((*input.shape[:-1], len(self.weight)), dtype=torch.float32)
         else:
             logits = super().gating(input)
         if self.look is not None:
@@ -66,7 +68,7 @@ class PolicyRouter(ReplayRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         here, logits_TE = self.policy.in_layer(self.context.layer_fraction), logits.flatten(0, -2)
-        self.most_pairs = here.most_pairs(*logits_TE.shape, self.context)
+        self.most_pairs = here.most_pairs(len(logits_TE), logits_TE.shape[1], self.context)
         scores_TE = scores_from_logits(logits_TE, self.score_function)
         policy = form_of(here, scores_TE.device)
         # Without other ranks the selection takes its statistics itself, in the same launch.

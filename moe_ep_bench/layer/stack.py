@@ -89,7 +89,7 @@ class Stack:
         else:
             self.gpt = self._new_model(num_layers, max_length)
             for layer in (layer for layer in model.moe_layers if layer < num_layers):
-                self._add(layer, self.gpt.decoder.layers[layer].mlp)
+                self._add(layer, self._decoder_layers[layer].mlp)
         self._seed()
         self.select_forms(())
 
@@ -98,7 +98,12 @@ class Stack:
         for layer, (native, policy) in self.forms.items():
             moe = self.moe_layers[layer] = policy if layer in policy_layers else native
             if self.gpt is not None:
-                self.gpt.decoder.layers[layer].mlp = moe
+                self._decoder_layers[layer].mlp = moe
+
+    @property
+    def _decoder_layers(self) -> Any:
+        assert self.gpt is not None
+        return self.gpt.decoder.layers
 
     def route(
         self, layer: int | None, logits_TE: Tensor, policy: Policy | None = None, context: RoutingContext | None = None

@@ -105,8 +105,11 @@ class VirtualStack:
 
     def connected(self) -> contextlib.AbstractContextManager[Any]:
         """Answer where ranks would meet, while the block runs."""
-        instead = {"gather_from_sequence_parallel_region": self._gather_counts}
-        return mock.patch.multiple(token_dispatcher, all_to_all=self._all_to_all, **instead)
+        return mock.patch.multiple(
+            token_dispatcher,
+            all_to_all=self._all_to_all,
+            gather_from_sequence_parallel_region=self._gather_counts,
+        )
 
     def side_by_side(self, batches: Sequence[Any], prepare: Callable[[int], None]) -> list[Tensor]:
         """Return all ranks' outputs, with the values that real ranks would compute.

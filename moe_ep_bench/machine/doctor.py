@@ -58,7 +58,7 @@ def doctor(out: Path, nproc: int | None) -> int:
         num_ranks = local_ranks(nproc)
         check_num_ranks(num_ranks)
         return torchrun([["doctor", "--out", str(out)]], num_ranks).status
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr)
     problems = 0
     of_node = itertools.chain(gpus(), packages(), disk(out)) if os.environ["LOCAL_RANK"] == "0" else ()
     for status, check, words in itertools.chain(of_node, exchange()):

@@ -128,8 +128,7 @@ def counters() -> tuple[float, float, float, float]:
 def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequence[GpuSample]) -> MachineState:
     """Two readings of the ``counters``, and the samples between them, as one state."""
     # A core that is taken offline sets a counter back.
-    passed = [None if np.isnan(seconds) else float(max(seconds, 0)) for seconds in np.subtract(end, begin)]
-    wall_s, own_cpu_s, machine_cpu_s, stolen_s = passed
+    wall_s, own_cpu_s, machine_cpu_s, stolen_s = np.maximum(np.subtract(end, begin), 0).tolist()
     busy_mhz = [clock for clock, mask in samples if not mask & pynvml.nvmlClocksEventReasonGpuIdle]
     shares = {
         name: sum(mask & bit > 0 for _, mask in samples) / len(samples)
@@ -140,8 +139,8 @@ def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequenc
         wall_s=wall_s,
         num_cores=len(os.sched_getaffinity(0)),
         own_cpu_s=own_cpu_s,
-        machine_cpu_s=machine_cpu_s,
-        stolen_s=stolen_s,
+        machine_cpu_s=None if np.isnan(machine_cpu_s) else machine_cpu_s,
+        stolen_s=None if np.isnan(stolen_s) else stolen_s,
         sm_clock_mhz=tuple(np.quantile(busy_mhz, (0.05, 0.5, 0.95)).tolist()) if busy_mhz else None,
         throttle_shares=shares or None,
     )
@@ -179,19 +178,18 @@ def power_words(states: Sequence[MachineState]) -> str:
     Args:
         states: of every rank, in order of rank.
     """
-    known = {rank: state for rank, state in enumerate(states) if state.sm_clock_mhz}
-    capped = [rank for rank in known if (known[rank].throttle_shares or {}).get("power_cap", 0.0) > _MOST_SLOWED]
+    clocks = {rank: state.sm_clock_mhz for rank, state in enumerate(states) if state.sm_clock_mhz}
+    shares = {rank: (states[rank].throttle_shares or {}).get("power_cap", 0.0) for rank in clocks}
+    capped = [rank for rank, share in shares.items() if share > _MOST_SLOWED]
     if not capped:
         return ""
-    clocks = {rank: state.sm_clock_mhz for rank, state in known.items()}
     rank = min(capped, key=lambda rank: clocks[rank][1])
     low, median, high = clocks[rank]
     words = f"SM clock {low:,.0f} to {high:,.0f} MHz, median {median:,.0f}"
-    if len(known) > 1:
-        words += f"; {len(capped)} of {len(known)} GPUs were capped, the fastest's median is"
+    if len(clocks) > 1:
+        words += f"; {len(capped)} of {len(clocks)} GPUs were capped, the fastest's median is"
         words += f" {max(clock[1] for clock in clocks.values()):,.0f}"
-    share = 100 * known[rank].throttle_shares["power_cap"]
-    return f"rank {rank}'s GPU was power-capped in {share:.3g} % of the samples: {words}"
+    return f"rank {rank}'s GPU was power-capped in {100 * shares[rank]:.3g} % of the samples: {words}"
 
 
 def _taken(host: str, machine: MachineState, who: str, cpu_s: float) -> tuple[float, str]:

@@ -46,8 +46,8 @@ _COMPARED_ON_GPUS = ("nccl", "triton", "deep_ep")
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
     "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
-    "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
-    "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
+    "memory_mib": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) / 2**20,
+    "memory_free_mib": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).free) / 2**20,
     "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
@@ -77,6 +77,8 @@ def package_versions() -> dict[str, str | None]:
     # Another project holds the name ``apex`` on the package index.
     has_apex = importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers")
     has_nccl = torch.distributed.is_nccl_available()
+    from torch.cuda import nccl
+
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -84,7 +86,7 @@ def package_versions() -> dict[str, str | None]:
         "transformer_engine": version_of("transformer-engine"),
         "apex": version_of("apex") or "unknown" if has_apex else None,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "nccl": ".".join(map(str, nccl.version())) if has_nccl else None,
         "triton": version_of("triton") or version_of("pytorch-triton"),
         "deep_ep": version_of("deep_ep"),
         "transformers": version_of("transformers"),

@@ -110,11 +110,13 @@ class Served(NamedTuple):
 
     def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:
         """Bytes of the whole model on each rank, and the fewest ranks that hold it with the same batch."""
-        facts = {"device": device, "device_bytes": device_bytes, "dtype": self.dtype}
-        facts["is_whole"] = self.model.other_parameters() is not None
+        is_whole = self.model.other_parameters() is not None
 
         def on(size: int) -> Fit:
-            return Fit(**facts, ep_size=size, **self.footprint(size, size))
+            return Fit(
+                device=device, device_bytes=device_bytes, dtype=self.dtype, ep_size=size, is_whole=is_whole,
+                **self.footprint(size, size),
+            )  # fmt: skip
 
         larger = (size for size in range(ep_size, self.model.num_experts + 1) if self.model.num_experts % size == 0)
         fitting = next((size for size in larger if on(size).holds()), None)

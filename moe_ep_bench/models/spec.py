@@ -10,7 +10,7 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -23,7 +23,8 @@ _SIZE_MULTIPLE = 16
 _FFN_SIZES = ("ffn_hidden_size", "shared_ffn_hidden_size")
 # Of layers and experts, each of which is planned; of all others, from 1 or from 0 on.
 Number = Annotated[int, Field(ge=1, le=MOST_RUNS)]
-Size, SizeOrNone = Annotated[int, Field(ge=1, le=MOST)], Annotated[int, Field(ge=0, le=MOST)]
+Size = Annotated[int, Field(ge=1, le=MOST)]
+SizeOrNone = Annotated[int, Field(ge=0, le=MOST)]
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """The function from a router's logits to its scores; the last is the root of their softplus."""
@@ -131,6 +132,10 @@ class ModelSpec(Preset):
 
     FOLDER = "models"
 
+    if TYPE_CHECKING:  # Models that are frozen have it; a checker does not see that they are.
+
+        def __hash__(self) -> int: ...
+
     @classmethod
     def preset_of(cls, name: str) -> str | None:
         """The preset of this name, or of this Hugging Face id, with which its source begins; None where there is none.
@@ -181,7 +186,7 @@ class ModelSpec(Preset):
     """The router has a norm of its own, and a learned scale per expert multiplies the weights."""
     selection_bias: bool = False
     """A learned bias per expert is added to the scores for selecting, never to the weights."""
-    num_groups: int | None = Field(None, ge=2)
+    num_groups: int | None = Field(default=None, ge=2)
     top_groups: Size | None = None
     """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
     group_score_experts: Size | None = None
@@ -197,7 +202,7 @@ class ModelSpec(Preset):
     FFNs too. Embedding, output, gate, norms and core attention are never; 4-bit checkpoints have experts alone."""
     checkpoint_dtype: CheckpointDtype = "bfloat16"
     """Of the published weights of experts, in the words of ``layer.dtype``."""
-    scale: float = Field(1.0, gt=0, le=1)
+    scale: float = Field(default=1.0, gt=0, le=1)
     """Hidden sizes as a share of the true ones."""
     tensor_parallel: Size = 1
     """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""

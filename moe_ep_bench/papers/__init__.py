@@ -53,7 +53,7 @@ class Number:
     value: float
     unit: str
     model: str | None
-    where: dict[str, str | float]
+    where: dict[str, str | float | None]
     printed: str
     stderr: float | None = None
     bound: str | None = None
@@ -81,9 +81,9 @@ class Item(Strict):
     unit: str
     model: str | None = None
     hardware: str | None = None
-    where: dict[str, str] = Field({})
+    where: dict[str, str] = Field(default={})
     rows: tuple[str, ...] = ()
-    columns: dict[str, tuple[str, ...]] = Field({})
+    columns: dict[str, tuple[str, ...]] = Field(default={})
     cells: tuple[tuple[str, ...], ...] = Field(min_length=1)
     read_off: bool = False
     note: str | None = None

@@ -8,7 +8,7 @@ primary for an item, which was chosen before ours was known.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,6 +47,8 @@ CLAIMED = {
     "time_us": Metric("time (us)", "number", ALL),
     "num_activated": Metric("activated experts", "number", "activated"),
 }
+# Of names that are data: a checker cannot list them.
+MetricName: TypeAlias = Literal[*CLAIMED]  # pyright: ignore[reportInvalidTypeForm]
 SHARES, NUMBERS = (
     tuple(name for name, metric in CLAIMED.items() if metric.value == value) for value in ("share", "number")
 )
@@ -59,7 +61,7 @@ class Claim(Strict):
     """Figure, table or section."""
     policy: dict[str, Any] | str | None = None
     """One of the config's policies (a list: a claim each), or a label; null = native."""
-    metric: Literal[*CLAIMED] = "speedup"
+    metric: MetricName = "speedup"
     """``speedup`` (time of a layer or pass) and ``imbalance_cut`` (fullest expert): native over the policy; times and
     activated experts: the policy over native; all others: the policy's own value."""
     paper: tuple[float | None, float | None] | None = None
@@ -70,7 +72,7 @@ class Claim(Strict):
     """What the paper measured; ours is ``scope``."""
     versus: dict[str, Any] | str | None = None
     """Another policy, in place of native."""
-    where: dict[str, Any] = Field({})
+    where: dict[str, Any] = Field(default={})
     """Keys that a comparison must have."""
     note: str = Field(min_length=1)
     """Why ours may differ."""

@@ -111,7 +111,8 @@ ShareAboveZero = Annotated[float, Field(strict=True, gt=0, le=1), _EACH]
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def policy(kind: _Kind) -> _Kind:
     """Make a frozen dataclass of keywords, whose values are checked against the types of their fields."""
-    return pydantic_dataclass(frozen=True, kw_only=True)(kind)
+    # pydantic's hint is of its protocol, not of the class that it is given.
+    return pydantic_dataclass(frozen=True, kw_only=True)(kind)  # pyright: ignore[reportReturnType]
 
 
 @cache

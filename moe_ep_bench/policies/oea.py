@@ -80,11 +80,14 @@ class OEA(Pruned):
     """
 
     name = "oea"
-    looks_past_top_k = True
     experts_in = ("k0", "k_max", "max_rank")
 
     k_max: Positive | None = None
     max_rank: Positive | None = None
+
+    @property
+    def looks_past_top_k(self) -> bool:
+        return True
 
     def most_added(self, context: RoutingContext) -> int:
         """A token adds experts while it holds fewer than this."""

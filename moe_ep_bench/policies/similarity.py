@@ -67,11 +67,11 @@ def _open(path: Path, _: int) -> Similarity:
     try:
         with safe_open(path, framework="np") as file:
             facts = file.metadata() or {}
-            shape = file.get_slice(TENSOR).get_shape()
+            num_layers, num_experts = file.get_slice(TENSOR).get_shape()[:2]
     except (SafetensorError, OSError) as error:
         raise UserError(f"similarity: {path}: not readable ({brief(str(error), quoted=False)}); {HOW}") from None
     if (form := facts.get("format")) != FORMAT:
         raise UserError(f"similarity: {path}: expected format {FORMAT}, got {brief(form)}; {HOW}")
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return Similarity(path, digest, *shape[:2], facts.get("model"))
+    return Similarity(path, digest, num_layers, num_experts, facts.get("model"))

@@ -258,8 +258,9 @@ class MoELayer:
     def describe(self, writer: TraceWriter, **facts: str) -> None:
         """Tell the writer of a recording how the model's routers choose."""
         score = score_words(self.spec.score_function)
-        sizes = {"num_experts": self.num_experts, "top_k": self.top_k}
-        writer.describe(**sizes, where=self.name, score=score, licence="unstated", **facts)
+        writer.describe(
+            num_experts=self.num_experts, top_k=self.top_k, where=self.name, score=score, licence="unstated", **facts
+        )
 
     def choice(self, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
         """The router's choice, from its logits and expert ids.

@@ -29,11 +29,11 @@ class CheckpointConfig(Strict):
 class TextConfig(Strict):
     file: Annotated[Path, NAME]
     """Text in UTF-8."""
-    num_sequences: int = Field(64, ge=1, le=MOST)
+    num_sequences: int = Field(default=64, ge=1, le=MOST)
     """Sequences, from the beginning of the text."""
-    sequence_length: int = Field(512, ge=2, le=MOST)
+    sequence_length: int = Field(default=512, ge=2, le=MOST)
     """Tokens of a sequence."""
-    batch_size: int = Field(8, ge=1, le=MOST)
+    batch_size: int = Field(default=8, ge=1, le=MOST)
     """Sequences that are routed together."""
 
     @model_validator(mode="after")
@@ -48,14 +48,14 @@ class TextConfig(Strict):
 class TaskConfig(Strict):
     name: str = Field(min_length=1)
     """Task, group or tag, or one of ``include``."""
-    num_fewshot: int | None = Field(None, ge=0, le=MOST)
+    num_fewshot: int | None = Field(default=None, ge=0, le=MOST)
     """Examples in the prompt; null = the task's own."""
 
 
 class RanksConfig(Strict):
-    ep_size: int | None = Field(None, ge=1, le=MOST)
+    ep_size: int | None = Field(default=None, ge=1, le=MOST)
     """Virtual ranks; null = up to 8 that divide the experts."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of random policies."""
 
 
@@ -67,13 +67,13 @@ class QualityExperiment(SweepPoint):
     model: CheckpointConfig
     text: TextConfig | None = None
     """Text whose next tokens are scored; this, tasks or both."""
-    tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
+    tasks: tuple[TaskConfig, ...] | None = Field(default=None, min_length=1)
     """Tasks of the lm-evaluation-harness."""
     include: Annotated[DirectoryPath | None, NAME] = None
     """Folder of your own tasks."""
-    limit: int | None = Field(None, ge=1, le=MOST)
+    limit: int | None = Field(default=None, ge=1, le=MOST)
     """Questions of each task; null = all."""
-    batch_size: int = Field(8, ge=1, le=MOST)
+    batch_size: int = Field(default=8, ge=1, le=MOST)
     """Requests that are routed together."""
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"

@@ -300,8 +300,9 @@ class PolicyRouter:
             contexts = [replace(context, load_E=load_RE[context.rank].clone()) for context in contexts]
         self.policy.in_layer(layer.fraction).check(scores[0], contexts[0])
         # Statistics draw nothing, so that a rank's generator serves both steps.
-        stats = [form.stats(*rank) for rank in zip(scores, contexts, strict=True)]
-        stats_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
+        of_ranks = (form.stats(*rank) for rank in zip(scores, contexts, strict=True))
+        stats = [stats_SE for stats_SE in of_ranks if stats_SE is not None]
+        stats_SE = torch.stack(stats).sum(dim=0) if stats else None
         routings = [form.select(*rank, stats_SE) for rank in zip(scores, contexts, strict=True)]
         if load_RE is not None:
             for context, routing in zip(contexts, routings, strict=True):

@@ -78,8 +78,9 @@ class QualityComparison:
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The unpatched model, and all policies."""
-        policies = ((POLICY, policy.name, policy) for policy in self.experiment.make_policies())
-        return [CaseSpec(self.comparison_id, *case) for case in ((BASELINE, "native"), *policies)]
+        policies = self.experiment.make_policies()
+        cases = (CaseSpec(self.comparison_id, POLICY, policy.name, policy) for policy in policies)
+        return [CaseSpec(self.comparison_id, BASELINE, "native"), *cases]
 
     def phase(self, case: CaseSpec) -> Phase:
         """The phase in which known text is judged under a case."""
@@ -92,7 +93,7 @@ class QualityComparison:
             title=self.title,
             num_experts=layers[0].num_experts,
             top_k=layers[0].top_k,
-            num_layers=len(layers),  # with experts
+            num_layers=len(layers),
             model=self.model.name,
             num_ranks=self.ep_size,
             arrangement=self.experiment.arrangement,

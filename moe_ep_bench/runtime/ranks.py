@@ -184,4 +184,5 @@ def join(timeout_s: float, *, measures: bool = True, sharing: Sharing | None = N
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **alone)
     side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
+    assert isinstance(side_group, dist.ProcessGroup)  # of all ranks, this one included
     return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group, sharing)

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 
 from moe_ep_bench.runtime.sharing import STAGED
+
+_c10d: Any = _distributed_c10d  # torch's stubs lack some of it, and ask a group for a store, which it does not take
 
 
 def register() -> None:
@@ -36,8 +39,8 @@ class StagedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._gloo: Any = _c10d.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802  torch names it
         return STAGED
@@ -62,7 +65,7 @@ class StagedGroup(dist.ProcessGroup):
             tensor.copy_(copies[id(tensor)], non_blocking=True)
         done: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=sorted(devices, key=str))
         done.set_result(list(written))  # on this stream; who waits on another one has it wait for this
-        return torch._C._distributed_c10d._create_work_from_future(done)
+        return _c10d._create_work_from_future(done)
 
     # ---- in one tensor -----------------------------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class StagedGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or _c10d.AllgatherOptions()
         return self._staged([sent], [output], lambda read, written: self._gloo._allgather_base(*written, *read, opts))
 
     def reduce_scatter_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> dist.Work:
@@ -87,8 +90,10 @@ class StagedGroup(dist.ProcessGroup):
             [sent], [output], lambda read, written: self._gloo._reduce_scatter_base(*written, *read, opts)
         )
 
-    # As torch before 2.13 calls them.
-    alltoall_base, _allgather_base, _reduce_scatter_base = all_to_all_single, all_gather_single, reduce_scatter_single
+    # As torch before 2.13 calls them, with other names of their arguments.
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
+    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
 
     # ---- in lists ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._staged(tensors, tensors, lambda read, _: self._gloo.broadcast(read, opts))
 
     def allgather(self, outputs: list[list[Tensor]], sent: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or _c10d.AllgatherOptions()
         (of_ranks,) = outputs
         return self._staged(sent, of_ranks, lambda read, written: self._gloo.allgather([written], read, opts))
 

@@ -21,11 +21,11 @@ from moe_ep_bench.quality.config import TaskConfig
 class PromptsConfig(Strict):
     file: Annotated[Path | None, NAME] = None
     """JSONL, a ``prompt`` or ``messages`` in each line; null = random words."""
-    num_words: int = Field(64, ge=1, le=MOST_RUNS)
+    num_words: int = Field(default=64, ge=1, le=MOST_RUNS)
     """Words of a random prompt."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of random prompts and of arrivals."""
-    max_tokens: int = Field(64, ge=1, le=MOST)
+    max_tokens: int = Field(default=64, ge=1, le=MOST)
     """Tokens of an answer."""
     ignore_eos: bool = True
     """Answer to ``max_tokens`` (vLLM, SGLang)."""
@@ -44,23 +44,23 @@ class ServersConfig(Strict):
     """A running server; its policy is its own."""
     servers: Literal["together", "in_turn"] = "in_turn"
     """All servers alive, rounds interleaved; or one at a time, as memory asks."""
-    starts: int = Field(1, ge=1, le=MOST_RUNS)
+    starts: int = Field(default=1, ge=1, le=MOST_RUNS)
     """Starts of every server."""
-    start_s: float = Field(600, gt=0)
+    start_s: float = Field(default=600, gt=0)
     """Limit of a start."""
-    rounds: int = Field(10, ge=1, le=MOST_RUNS)
+    rounds: int = Field(default=10, ge=1, le=MOST_RUNS)
     """Rounds of requests; intervals need ten."""
-    requests: int = Field(16, ge=1, le=MOST_RUNS)
+    requests: int = Field(default=16, ge=1, le=MOST_RUNS)
     """Requests of a round."""
-    alone: int = Field(8, ge=0, le=MOST_RUNS)
+    alone: int = Field(default=8, ge=0, le=MOST_RUNS)
     """Requests sent one at a time, untimed, to compare answers."""
-    concurrency: int | None = Field(None, ge=1, le=MOST_RUNS)
+    concurrency: int | None = Field(default=None, ge=1, le=MOST_RUNS)
     """Requests in flight; this or rate."""
-    rate: float | None = Field(None, gt=0)
+    rate: float | None = Field(default=None, gt=0)
     """Requests per second, Poisson arrivals."""
-    request_s: float = Field(600, gt=0)
+    request_s: float = Field(default=600, gt=0)
     """Limit of an answer."""
-    acts_in: tuple[Literal["prefill", "decode"], ...] | None = Field(None, min_length=1)
+    acts_in: tuple[Literal["prefill", "decode"], ...] | None = Field(default=None, min_length=1)
     """Stages in which policies act; null = each policy's own."""
 
     @field_validator("command")
@@ -109,7 +109,7 @@ class ServeExperiment(SweepPoint):
     """Tasks of the lm-evaluation-harness, asked in the first start after all rounds."""
     include: Annotated[DirectoryPath | None, NAME] = None
     """Folder of your own tasks."""
-    limit: int | None = Field(None, ge=1, le=MOST)
+    limit: int | None = Field(default=None, ge=1, le=MOST)
     """Questions of each task; null = all."""
     policies: tuple[PolicyEntry, ...] = ()
     """Names and fields; a list as value makes a policy each, ``{"0-5": 1.0, "6-25": 1.5}`` differs by MoE layer."""

@@ -72,10 +72,10 @@ def _prompt(line: str, where: str) -> Prompt:
     is_message = lambda one: isinstance(one, dict) and {"role", "content"} <= set(one)  # noqa: E731
     if prompt is None and isinstance(messages, list) and messages and all(map(is_message, messages)):
         return messages
-    is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
-    if not is_ids and not (isinstance(prompt, str) and prompt):
-        raise UserError(
-            f'{where}: expected {{"prompt": text or token ids}} or {{"messages": of a chat}}, '
-            f"got {brief(json.dumps(content.get('', content)))}"
-        )
-    return prompt
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if prompt and (is_ids or isinstance(prompt, str)):
+        return prompt
+    raise UserError(
+        f'{where}: expected {{"prompt": text or token ids}} or {{"messages": of a chat}}, '
+        f"got {brief(json.dumps(content.get('', content)))}"
+    )

@@ -115,9 +115,9 @@ class Recorder:
         """Requests that ended: who has such a name from now on is another."""
         for name in names:
             self._arrivals.pop(name, None)
-            sequence = self._requests.pop(name, None)
-            self._next.pop(sequence, None)
-            self._came.pop(sequence, None)
+            if (sequence := self._requests.pop(name, None)) is not None:
+                self._next.pop(sequence, None)
+                self._came.pop(sequence, None)
 
     def end_step(
         self,

@@ -19,6 +19,9 @@ was not run is warned of: 0.32.0 is run (tests/test_vllm.py), 0.33.0 was only re
 Shapes: T = tokens of a step, E = experts, K = top_k.
 """
 
+# vLLM is in an environment of its own, where its tests run.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import atexit
@@ -200,23 +203,24 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config = inner(*args, **kwargs)
+    config, asked = inner(*args, **kwargs), _session.asked
+    assert asked is not None  # else the wrapper has not come here
     try:
-        check_config(config, _session.asked)
+        check_config(config, asked)
     except UserError as problem:
         _end(problem)
     if graphs_of(config) == "PIECEWISE":
         config.compilation_config.splitting_ops = [*config.compilation_config.splitting_ops, OPERATION]
     if isinstance(config.additional_config, dict):
         # A part of the key of torch.compile's cache: what was compiled without the operation must not come back.
-        config.additional_config = config.additional_config | {"moe_ep_bench": _key(_session.asked)}
+        config.additional_config = config.additional_config | {"moe_ep_bench": _key(asked)}
     if not config.shutdown_timeout:
         # Else vLLM kills its workers with what waits to be written. Requests are then served to their end, too.
         config.shutdown_timeout = _SHUTDOWN_S
         logger.info("moe-ep-bench: --shutdown-timeout is %d, in which recordings are completed", _SHUTDOWN_S)
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_SHUTDOWN_S))
-    if _session.asked.directory is not None:
-        atexit.register(_say_unfinished, _session.asked.directory)
+    if asked.directory is not None:
+        atexit.register(_say_unfinished, asked.directory)
     return config
 
 
@@ -317,7 +321,7 @@ def _bind(worker: Any) -> None:
     assert asked is not None
     names = config.compilation_config.static_all_moe_layers
     runners = [config.compilation_config.static_forward_context[name] for name in names]
-    places = [getattr(runner.router, "moe_ep_bench_place", None) for runner in runners]
+    places: list[Any] = [getattr(runner.router, "moe_ep_bench_place", None) for runner in runners]
     if not names or None in places:
         raise UserError(
             f"expected vLLM's own router in each of {len(names)} MoE layers, got {places.count(None)} others"

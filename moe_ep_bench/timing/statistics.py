@@ -315,7 +315,7 @@ def _of_batches(values: pd.Series) -> pd.Series:
 def _launch_deviations(values: pd.Series) -> np.ndarray:
     """Logs of how far each launch lies from the others of its job, batches of unequal length put on one scale: [L]."""
     cells = values.groupby(level=["launch", "batch"]).median()
-    relative = np.log(cells / cells.groupby(level="batch").transform("median"))
+    relative = (cells / cells.groupby(level="batch").transform("median")).transform(np.log)
     medians_L = relative.groupby(level="launch").median().to_numpy()
     return medians_L - medians_L.mean()
 

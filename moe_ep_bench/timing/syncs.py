@@ -51,10 +51,11 @@ def _counts_rows(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _crosses(device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``Tensor.to`` goes from the device or to it and the host sees to that."""
-    target = args[1] if len(args) > 1 else kwargs.get("device")
+    tensor, *rest = args
+    target = rest[0] if rest else kwargs.get("device")
     if not isinstance(target, str | torch.device) or kwargs.get("non_blocking"):
         return False
-    here, there = args[0].device.type, torch.device(target).type
+    here, there = tensor.device.type, torch.device(target).type
     return here != there and device in (here, there)
 
 

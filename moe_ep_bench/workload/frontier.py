@@ -107,4 +107,5 @@ def joint(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[Te
     order_N = slope_N.sort(descending=True, stable=True).indices
     first = kept_BP[:, :1].sum(dim=0)
     means = (torch.cat([load_BP[:, :1].sum(dim=0), step_N[order_N]]), torch.cat([first, gain_N[order_N]]))
-    return tuple(values.cumsum(dim=0) / len(curves) for values in means)
+    load_N, kept_N = (values.cumsum(dim=0) / len(curves) for values in means)
+    return load_N, kept_N

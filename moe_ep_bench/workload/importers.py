@@ -222,9 +222,10 @@ def read_esft(source: Path, model: ModelSpec, options: ImportOptions, writer: Tr
         for layer, path, text in zip(model.moe_layers, paths, texts, strict=True):
             if text is None:
                 raise UserError(f"{path}: expected as many texts as the other layers have")
-            ids_TK, weights_TK = _esft_text(*text, model.top_k)
+            where, words = text
+            ids_TK, weights_TK = _esft_text(where, words, model.top_k)
             num_tokens = len(ids_TK)
-            writer.add(layer, ids_TK[1:], weights_TK[1:], text[0], range(1, num_tokens))
+            writer.add(layer, ids_TK[1:], weights_TK[1:], where, range(1, num_tokens))
         writer.add_tokens(sequence, np.arange(1, num_tokens), str(source))
         writer.left_out["at the beginning of a text"] += 1
 

@@ -75,7 +75,7 @@ def uniform_rows(seed: int, stream: Stream, batch: int, first: int, end: int, nu
 
 @lru_cache(maxsize=256)
 def _key(seed: int, stream: Stream, batch: int) -> NDArray[np.uint64]:
-    return _seeds(seed, stream, batch).generate_state(2, np.uint64)
+    return _seeds(seed, stream, batch).generate_state(2, np.uint64).astype(np.uint64)
 
 
 def _seeds(seed: int, stream: Stream, batch: int) -> np.random.SeedSequence:

@@ -283,11 +283,13 @@ class SyntheticWorkload(Workload):
     @cached_property
     def _copying(self) -> float:
         """The probability with which neighbours copy noise."""
-        copying, of_batches = 0.0, self.batch_peak_load is not None
-        for num_rows in _COPYING_ROWS[0 if of_batches else 1 :] if self.neighbour_overlap is not None else ():
+        copying, of_batches, overlap = 0.0, self.batch_peak_load is not None, self.neighbour_overlap
+        if overlap is None:
+            return copying
+        for num_rows in _COPYING_ROWS[0 if of_batches else 1 :]:
             noise = self._solved_noise(0, copying, _LEAST_TOKENS)
             shared = partial(self._shared, self._bias(noise), num_rows)
-            copying = solving.solve_copying(shared, self.neighbour_overlap, self.top_k, or_chance=self.or_chance)
+            copying = solving.solve_copying(shared, overlap, self.top_k, or_chance=self.or_chance)
         return copying
 
     def _shared(self, bias_E: NDArray[np.float64], num_rows: int, copying: float) -> float:
@@ -363,9 +365,11 @@ class SyntheticWorkload(Workload):
         of_strength = cache(lambda strength: loads(strength * self._popularity))
         # In the long run, unskewed traffic has no peak: a reference draw that has one has it by chance.
         chance_E = 0.0 if of_batches else of_strength(0.0) - 1
+        peak_load = self.batch_peak_load or self.peak_load
+        assert peak_load is not None  # else the popularity is even, or loads are wanted
         strength = solving.solve_strength(
             lambda strength: of_strength(strength) - chance_E,
-            self.batch_peak_load or self.peak_load,
+            peak_load,
             most,
             num_tokens if of_batches else None,
         )

@@ -63,7 +63,7 @@ class Cut(Strict):
     """Capacity over the mean load."""
     dropped_share: float = Field(ge=0, lt=1)
     """Share of the pairs above it."""
-    rank_load: float | None = Field(None, gt=0)
+    rank_load: float | None = Field(default=None, gt=0)
     """Load of the fullest of ``Skew.rank_load.ep_size`` ranks after the cut, over the mean before it."""
 
 
@@ -88,8 +88,8 @@ class Skew(Strict):
     """The model of which these numbers are, where it is another one."""
     peak_load: float = Field(ge=1)
     rank_load: RankLoad | None = None
-    topk_share: float | None = Field(None, gt=0, lt=1)
-    neighbour_overlap: float | None = Field(None, gt=0)
+    topk_share: float | None = Field(default=None, gt=0, lt=1)
+    neighbour_overlap: float | None = Field(default=None, gt=0)
     cuts: tuple[Cut, ...] = ()
     layers: Layers | None = None
 
@@ -126,7 +126,7 @@ class Skews(Preset):
     mixed: Skew | None = None
     single_domain: Skew | None = None
     worst_layer: Skew | None = None
-    domains: dict[str, Skew] = Field({})
+    domains: dict[str, Skew] = Field(default={})
 
     @model_validator(mode="after")
     def _check(self) -> Skews:

@@ -412,7 +412,7 @@ class TraceWriter:
         self.notes: list[str] = []
         self.num_tokens = self.num_experts = self.top_k = 0
         # By tensor and layer; what is of no layer has None.
-        self._blocks: dict[tuple[str, int | None], list[NDArray[np.generic]]] = defaultdict(list)
+        self._blocks: dict[tuple[str, int | None], list[NDArray[Any]]] = defaultdict(list)
         self._num_rows: Counter[int] = Counter()  # by layer
         self._arrivals: dict[int, float] = {}  # by sequence, in seconds
 
@@ -513,7 +513,8 @@ class TraceWriter:
             "source_files": str(len(self.sources)),
             "source_sha256": sha256_of(self.sources),
         }
-        header, end, content = {"__metadata__": metadata}, 0, []
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end, content = 0, []
         for name, (axes, _) in TENSORS.items():
             places = [(name, layer) for layer in (layers if "L" in axes else [None])]
             if places[0] in self._blocks:

@@ -379,7 +379,9 @@ def _gives_away(ranks: _Ranks, most: int, least_pairs: int) -> bool:
             left = int(ranks.load_E[expert])
             while (excess := int(ranks.used_R[rank]) - most) > 0 and left > 0:
                 taker = ranks.taker(expert)
-                pairs = 0 if taker is None else min(excess, left, most - int(ranks.used_R[taker]))
+                if taker is None:
+                    break
+                pairs = min(excess, left, most - int(ranks.used_R[taker]))
                 if pairs <= 0 or (pairs < least_pairs and pairs < excess):
                     break
                 ranks.give(expert, taker, pairs)

@@ -584,10 +584,10 @@ def batch_phases(store: Directory) -> pd.DataFrame:
 def _routing(store: Directory) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
     parts, of_case = [], store.cases["comparison"]
-    is_replicated = store.cases["facts"].map(lambda facts: facts.role == "replication")
+    is_replicated = store.cases["facts"].map(lambda facts: facts.role == "replication", "ignore")
     cases_N = store.routing["case"]
     for (comparison, replicated), rows in store.routing.groupby([cases_N.map(of_case), cases_N.map(is_replicated)]):
-        facts = store.comparisons[comparison].facts
+        facts = store.comparisons[int(str(comparison))].facts
         is_contiguous = getattr(facts, "placement", "contiguous") == "contiguous"
         parts.append(joined_routing(rows, facts, at_home=is_contiguous and not replicated))
     joined = pd.concat(parts, ignore_index=True).sort_values("case", kind="stable", ignore_index=True)

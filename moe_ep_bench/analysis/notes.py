@@ -156,7 +156,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
             "all to {:.1f} % of the mean",
             _matched(facts),
         ),
-        ("{}: {}", [(row.label, spare_words(row.spare_by_layer)) for row in budgets.itertuples()]),
+        ("{}: {}", [*zip(budgets["label"], budgets["spare_by_layer"].map(spare_words), strict=True)]),
         (
             "busy experts were placed on ranks at random once; other seeds give other placements (sweep workload.seed)",
             bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw,

@@ -121,8 +121,8 @@ class EmulatedRanks(Runner):
             chains = [Chain.stacked(part_C, self.num_ranks) for part_C in zip(*(one[1] for one in alike), strict=True)]
             times_CR = (compose_alike if is_one_of_many else compose)(chains)
             for place, (case, _, beside) in enumerate(alike):
-                times = {**{name: time_us[place] for name, time_us in times_CR.items()}, **beside}
-                whole = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
+                times: dict[PhaseKey, Any] = {**{name: time_us[place] for name, time_us in times_CR.items()}, **beside}
+                whole: dict[PhaseKey, Any] = {name: times[name] for name in (TOTAL, *BESIDE_TOTAL) if name in times}
                 self.result.keep(case.case_id, Step(batch, 0, PLAIN), whole, slice(None))
                 self.result.keep(case.case_id, Step(batch, 0, BREAKDOWN), times, slice(None))
 

@@ -163,12 +163,13 @@ class Router:
         wanted, point = case.replication, self.point
         if wanted is None:
             return self._contiguous
-        known_batch, slots = self._slots.get(case.case_id, (None, None))
-        if known_batch != batch:
-            balanced = self._balanced(case, wanted, batch)
-            slots = Slots.of_batch(balanced, self.native_counts(batch), point.expert_bytes, point.num_sources)
-            slots = replace(slots, rearranged=self._rearranged(wanted, batch))
-            self._slots[case.case_id] = batch, slots
+        known = self._slots.get(case.case_id)
+        if known is not None and known[0] == batch:
+            return known[1]
+        balanced = self._balanced(case, wanted, batch)
+        slots = Slots.of_batch(balanced, self.native_counts(batch), point.expert_bytes, point.num_sources)
+        slots = replace(slots, rearranged=self._rearranged(wanted, batch))
+        self._slots[case.case_id] = batch, slots
         return slots
 
     def _balanced(self, case: CaseSpec, wanted: Lossless, batch: int) -> Balanced:

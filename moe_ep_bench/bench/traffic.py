@@ -266,11 +266,13 @@ def _statistics(
 
     if not wide:
         return {}
-    kinds = [case.case_id if case.policy.stats_by_field else type(case.policy) for case in wide]
+    # A case without a policy has no statistics.
+    kinds = [type(one.policy) if one.policy and not one.policy.stats_by_field else one.case_id for one in wide]
     firsts = {kind: case for kind, case in reversed(list(zip(kinds, wide, strict=True)))}
 
     def stats_of(tokens: Tokens) -> list[Tensor]:
-        return [router.stats_of(case, tokens.seen_by(case)) for case in firsts.values()]
+        of_kinds = (router.stats_of(case, tokens.seen_by(case)) for case in firsts.values())
+        return [stats_MSE for stats_MSE in of_kinds if stats_MSE is not None]
 
     sums, *others = router.for_sources(stats_of, layer, batch)
     with torch.inference_mode():

@@ -171,7 +171,7 @@ class SyntheticConfig(_Workload):
     benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts (JSON, CSV, npz) replacing ``skew``."""
-    layer: int | None = Field(None, ge=0, le=MOST)
+    layer: int | None = Field(default=None, ge=0, le=MOST)
     """The model's layer, which ``skew_from`` counts; ``all``: a comparison each."""
     balanced: bool = False
     """Every expert gets as many pairs of each batch, in few sets of experts."""
@@ -568,9 +568,9 @@ class EmulateConfig(Strict):
     device: Annotated[str, NAME_OF_FILE] = MEASURED
     """``measured``: this device. Modelled: a name of data/devices/, such a file, or
     ``table:SYSTEM/FRAMEWORK/VERSION[/KERNELS]``."""
-    sample_tokens: int | None = Field(None, ge=1)
+    sample_tokens: int | None = Field(default=None, ge=1)
     """Tokens routed for all of a batch; a divisor; null = all."""
-    sample_ranks: int | None = Field(None, ge=1)
+    sample_ranks: int | None = Field(default=None, ge=1)
     """Ranks that have them; a divisor; null = all."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, on modelled devices."""

@@ -293,7 +293,7 @@ def _weak_servers(facts: ServedFacts, ok: pd.DataFrame) -> list[Note]:
         ),
         (
             "answers are not as long as native's, so whole requests have no verdict (TTFT, TPOT and tokens/s have): {}",
-            ", ".join(f"{row.label} {100 * row.other_length_share:.0f} %" for row in unlike.itertuples()),
+            ", ".join(f"{row['label']} {100 * row['other_length_share']:.0f} %" for row in unlike.to_dict("records")),
         ),
         (
             "answers are shorter than {} tokens, though ignore_eos was asked: {}",

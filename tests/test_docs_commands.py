@@ -206,4 +206,4 @@ def test_a_printed_command_runs(line: str, folder: Path) -> None:
 def test_the_installed_program_is_this_one() -> None:
     program = Path(sys.executable).with_name("moe-ep-bench")
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"moe-ep-bench {__version__}\n"
+    assert re.fullmatch(rf"moe-ep-bench {re.escape(__version__)} \(commit [\w-]+\)\n", done.stdout)

@@ -217,7 +217,7 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
 
 def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
     links = Links.named("h100-nvlink4")
-    model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(dtype="fp8", dispatch_dtype=None)
+    model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(planned_dtype="fp8", dispatch_dtype=None)
     experiment = SimpleNamespace(layer=layer)
     comparison = SimpleNamespace(links=links, model=model, device=None, sent_for=None, experiment=experiment)
     dispatch_us, combine_us = exchange_us(comparison, np.array([[0, 4], [1, 0]]))

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.notes import _matched, _sampled
+from moe_ep_bench.bench.advise_config import sample_of
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
@@ -106,6 +107,20 @@ def test_counts_of_a_sample_are_those_of_the_batch(tmp_path: Path) -> None:
                 assert sum(part.num_tokens_R) == point.num_tokens / 2
         assert {length for of_rank in point.lengths_of_ranks(0) for length in of_rank} == {128}
         assert sum(map(sum, point.lengths_of_ranks(0))) == point.num_tokens
+
+
+@pytest.mark.parametrize("ep_size", [65, 72, 80, 96, 128, 192, 256, 1024])
+def test_a_sample_is_found_for_any_number_of_tokens_on_many_ranks(ep_size: int, tmp_path: Path) -> None:
+    """Ranks that stand for all divide them evenly, and there are never more of them."""
+    model = {"num_experts": ep_size, "top_k": 8, "hidden_size": 64, "ffn_hidden_size": 64}
+    for each in (1, 2, 7, 64, 1024, 8192):
+        changes = [f"model={model}", f"layer.ep_size={ep_size}", f"workload.num_tokens={each * ep_size}"]
+        experiment = planned(tmp_path, *changes).experiment
+        sample = sample_of([experiment], 2**22)
+        ranks = sample.get("sample_ranks", ep_size)
+        assert ep_size % ranks == 0
+        assert sample.get("sample_tokens", 0) % ranks == 0
+        assert sample or each * ep_size * ep_size <= 2 * 2**22
 
 
 SOURCES = ["layer.ep_size=32", "emulate.sample_ranks=8", "emulate.sample_tokens=8192"]

@@ -491,9 +491,10 @@ def _num_sources(experiment: Experiment, most_scores: int) -> int:
     num_tokens, sources = experiment.workload.total_tokens(num_ranks), _SOURCES
     if num_ranks <= _MOST_RANKS:
         return num_ranks
-    while num_ranks % sources == 0 and num_tokens * sources * num_experts < most_scores * num_ranks:
+    while sources < num_ranks and num_tokens * sources * num_experts < most_scores * num_ranks:
         sources *= 2
-    return sources if num_ranks % sources == num_tokens % (num_ranks // sources) == 0 else num_ranks
+    are_alike = num_ranks % sources == 0 and num_tokens % (num_ranks // sources) == 0
+    return sources if are_alike else num_ranks
 
 
 def _num_routed(experiment: Experiment, most_scores: int, sample_ranks: int | None = None) -> int:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up like the quickstart, with what tests need, and run the fast part of the tests, which is in almost every file:
-#   launch/test.sh                       all that is not marked slow: about five minutes on two idle cores
+#   launch/test.sh                       all that is not marked slow
 #   launch/test.sh --all                 everything, as CI does
 #   launch/test.sh [pytest arguments]    what these choose, slow or not
 set -euo pipefail

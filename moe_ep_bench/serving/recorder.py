@@ -94,7 +94,7 @@ class Recorder:
         self._num_parts: Counter[str] = Counter()
         self._part: _Part | None = None
         self._full: list[_Part] = []  # the first is being written
-        self._has_waited = False
+        self._has_waited = self._has_failed = False
         self._changed = threading.Condition()
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / UNFINISHED).touch()
@@ -212,12 +212,12 @@ class Recorder:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Write what is held, once, and say what was written."""
+        """Write what is held, once, and say what was written, unless a part could not be."""
         with self._changed:
             was_open, self.is_open = self.is_open, False
             self._fill()
         self._thread.join()
-        if was_open:
+        if was_open and not self._has_failed:
             for phase, num_tokens in self._written.items():
                 words = f"{num_tokens:,} tokens in {self._num_parts[phase]:,} parts"
                 self.say(logging.INFO, f"wrote {self._folder(phase)}: {words}")
@@ -253,7 +253,7 @@ class Recorder:
     def _end(self, problem: Exception) -> None:
         """Record no more; what was not written is lost."""
         with self._changed:
-            self.is_open, self._part = False, None
+            self.is_open, self._part, self._has_failed = False, None, True
             self._full.clear()
             self._changed.notify_all()
         self.say(logging.ERROR, f"recording ended, its last part is lost, serving goes on: {problem}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -174,6 +175,13 @@ def test_gallery_and_site_leave_no_figure_and_no_page_out() -> None:
     offered = set(re.findall(r": ([\w./-]+\.md)$", navigation, re.MULTILINE))
     assert offered == staged | {"docs/commands.md", "docs/gallery.md"}
     assert set(COMMANDS) == set(re.findall(r"^## (.+)$", site["commands_page"](), re.MULTILINE))
+
+
+def test_reference_results_that_there_are_not_are_refused_before_anything_runs() -> None:
+    command = ["bash", str(ROOT / "launch" / "references.sh"), "--only", "atlas,nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--only nothing: expected one of lossless whatif-skew" in done.stderr
 
 
 def test_readme_lists_every_command_and_policy() -> None:

@@ -228,18 +228,6 @@ def test_every_form_of_every_policy_checks_scores_and_context(spec: Spec) -> Non
 
 
 @every_spec
-def test_who_does_not_look_past_the_top_k_routes_alike_whatever_lies_there(spec: Spec) -> None:
-    policy = make_policy(spec)
-    if policy.looks_past_top_k or spec.get("k0", 0) > 4:
-        return
-    scores_TE = random_scores("softmax", 50, 16, seed=9)
-    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": torch.arange(50) % 2}
-    top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
-    other_TE = torch.where(top_k_TE, scores_TE, scores_TE.flip(1).minimum(scores_TE) / 2)
-    assert_same(route(spec, other_TE, arguments), route(spec, scores_TE, arguments))
-
-
-@every_spec
 def test_who_does_not_know_its_rank_routes_alike_on_all(spec: Spec) -> None:
     scores_TE, token_T = random_scores("softmax", 50, 16, seed=9), torch.arange(50)
     arguments = {"top_k": 4, "num_ranks": 4, "modality_T": token_T % 2, "request_id_T": token_T // 5}

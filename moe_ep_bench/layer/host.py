@@ -54,14 +54,8 @@ def _cpu() -> torch.device:
 
 
 @contextlib.contextmanager
-def host_stand_ins() -> Iterator[None]:
-    """Answer Megatron-Core's questions to ``torch.cuda`` for the CPU while the block runs.
-
-    Raises:
-        RuntimeError: CUDA is available; stand-ins would hide the real device.
-    """
-    if torch.cuda.is_available():
-        raise RuntimeError("host stand-ins are for machines without CUDA")
+def _stand_ins() -> Iterator[None]:
+    """Answer Megatron-Core's questions to ``torch.cuda`` for the CPU while the block runs."""
     all_to_all_single = dist.all_to_all_single
 
     def all_to_all_with_plain_splits(
@@ -120,7 +114,7 @@ def device_scope() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with contextlib.nullcontext() if torch.cuda.is_available() else host_stand_ins():
+        with contextlib.nullcontext() if torch.cuda.is_available() else _stand_ins():
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform, get_args
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from moe_ep_bench.policies.similarity import Similarity
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -207,7 +208,7 @@ class Policy:
     """
 
     name: ClassVar[str]
-    acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+    acts_in: ClassVar[tuple[Phase, ...]] = PHASES
     looks_past_top_k: ClassVar[bool] = False
     torch_only: ClassVar[Mapping[str, object]] = {}
     stats_by_field: ClassVar[bool] = True

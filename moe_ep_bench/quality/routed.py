@@ -34,7 +34,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -44,14 +44,13 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import imbalance, routing_metrics
-from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import PHASES, Phase, Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import TopK
 from moe_ep_bench.quality.checkpoint import MoELayer, find_moe_layers
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
 from moe_ep_bench.workload.batch import deal_sequences
 
 Arrangement = Literal["as_run", "prefill", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 Row = dict[str, Any]
 """Values by column; columns that are absent are null."""
 Tables = dict[str, list[Row]]

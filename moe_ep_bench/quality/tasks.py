@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -51,13 +50,6 @@ def import_harness() -> ModuleType:
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return harness
-
-
-def harness_version() -> str | None:
-    try:
-        return importlib.metadata.version("lm_eval")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

@@ -30,9 +30,10 @@ from torch import Tensor
 from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.errors import naming
 from moe_ep_bench.files import stable_hash
+from moe_ep_bench.policies.contract import PHASES
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.routed import PHASES, ForwardPass, RouterCall, Tables, judged_phase, pass_metrics, routed
+from moe_ep_bench.quality.routed import ForwardPass, RouterCall, Tables, judged_phase, pass_metrics, routed
 
 _LOGITS_AT_ONCE = 2**24
 

@@ -220,7 +220,12 @@ def become_rank() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ``torchrun`` handles it.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have this process get a SIGTERM where the one that started it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def leave_status(status: int) -> int:

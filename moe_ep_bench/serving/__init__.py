@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import make_folder, parse_json
 from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies.contract import PHASES
 
 if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing need not wait.
     from moe_ep_bench.quality.checkpoint import MoELayer
 
 RECORD, LIMIT, POLICY = "MOE_EP_BENCH_RECORD", "MOE_EP_BENCH_RECORD_GIB", "MOE_EP_BENCH_POLICY"
-_PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
         if acts_in is None:
             return policy, policy.acts_in
         is_list = isinstance(acts_in, list) and acts_in
-        if not is_list or sorted(map(str, acts_in)) != [phase for phase in sorted(_PHASES) if phase in acts_in]:
-            raise UserError(f"acts_in: expected a list of {' and '.join(_PHASES)}, each once, got {acts_in!r}")
+        if not is_list or sorted(map(str, acts_in)) != [phase for phase in sorted(PHASES) if phase in acts_in]:
+            raise UserError(f"acts_in: expected a list of {' and '.join(PHASES)}, each once, got {acts_in!r}")
         return policy, tuple(acts_in)
 
 

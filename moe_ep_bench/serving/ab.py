@@ -40,7 +40,7 @@ from moe_ep_bench.facts import CaseFacts, ServedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality.tasks import check_task, harness_version, run_task, served_lm, task_manager
+from moe_ep_bench.quality.tasks import check_task, run_task, served_lm, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import ALONE, LOAD
 from moe_ep_bench.serving import LIMIT, RECORD
@@ -207,7 +207,7 @@ def run_serve(
         **provenance.describe_gpus(),
         "command": serve.command if serve.url is None else None,
         "url": serve.url,
-        **({"lm_eval": harness_version()} if any(one.experiment.tasks for one in comparisons) else {}),
+        **({"lm_eval": provenance.version_of("lm_eval")} if any(one.experiment.tasks for one in comparisons) else {}),
     }
     if gpus := environment.get("gpus"):
         environment["device_name"] = gpus[0]["name"]

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import shares
+from moe_ep_bench.policies.contract import PHASES
 from moe_ep_bench.quality.checkpoint import MoELayer
 from moe_ep_bench.workload.trace import PART, UNFINISHED, written_trace
 
-PHASES = ("prefill", "decode")
 _GIB = 2**30
 # What the folder's disk keeps free.
 LEAST_FREE_BYTES = _GIB

@@ -7,7 +7,6 @@ is started again with another. It is ready when ``/v1/models`` answers and a pro
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -23,13 +22,13 @@ import httpx2
 import psutil
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.runtime.torchrun import STOPPED_WORDS, end_with_parent
 from moe_ep_bench.serving.client import model_at
 
 _PORTS_TRIED = 3
 _POLL_S, _ASKED_S = 0.25, 2.0  # between questions whether it is ready, and for an answer to one
 _GRACE_S = 60.0  # to end by itself after SIGTERM
 _KILLED_S = 10.0  # for the kernel to end what was killed
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ServerError(Exception):
@@ -92,7 +91,7 @@ class Server:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 raise ServerError("failed", f"cannot start {words[0]}: {error.strerror}") from None
@@ -215,11 +214,6 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _end_with_parent() -> None:
-    """Should this program be killed, its servers get a SIGTERM."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def free_port() -> int:
     """A port at which nobody listens."""
     with socket.socket() as one:
@@ -245,7 +239,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        print("moe-ep-bench: stopped: what is finished is kept, the same command does what is left", file=sys.stderr)
+        print(f"moe-ep-bench: {STOPPED_WORDS}", file=sys.stderr)
         raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, leave) for number in numbers}

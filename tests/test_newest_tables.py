@@ -81,7 +81,7 @@ def test_the_newest_exchange_of_the_stage_is_found(
     [
         ("table:h2000", "expected a system of .*; got 'h2000'"),
         ("table:h200_sxm/tensor", "expected a framework of sglang, trtllm, vllm; got 'tensor'"),
-        ("table:h200_sxm", "table:h200_sxm: expected experts that were measured; got none of .*, EP 3, fp8_block"),
+        ("table:h200_sxm", "table:h200_sxm has no measured experts of .*, EP 3, fp8_block"),
     ],
 )
 def test_what_no_table_has_is_said_in_one_line(name: str, message: str) -> None:
@@ -91,7 +91,7 @@ def test_what_no_table_has_is_said_in_one_line(name: str, message: str) -> None:
 
 @needs_package
 def test_an_exchange_that_nobody_measured_is_said_in_one_line() -> None:
-    message = "table:h200_sxm: expected an exchange that was measured at decode; got none of hidden size 7168, EP 128"
+    message = "table:h200_sxm has no exchange measured at decode of hidden size 7168, EP 128"
     with pytest.raises(UserError, match=message):
         load_links_of_layer("table:h200_sxm", DEEPSEEK, 128, "fp8_block", decodes=True)
 
@@ -164,8 +164,7 @@ def test_advise_takes_experts_and_exchange_from_tables_and_says_why_where_it_doe
     wide, notes = question("--model", "qwen3-30b-a3b", "--ep", 16, "--tokens", 4096, "--peak-load", 2)
     assert (wide["device"], wide["links"]) == ("table:h100_sxm", "h100-nvlink4-ndr")
     assert notes[0] == (
-        "exchange modelled, not measured elsewhere: table:h100_sxm: expected an exchange that was measured at prefill;"
-        " got none of hidden size 2048, EP 16"
+        "exchange modelled: table:h100_sxm has no exchange measured at prefill of hidden size 2048, EP 16"
     )
     named = ["--model", "mixtral-8x7b", "--ep", 8, "--tokens", 4096, "--peak-load", 2, "--set", "emulate.device=h20"]
     own, notes = question(*named)
@@ -178,8 +177,7 @@ def test_advise_models_all_where_the_package_is_not_installed(monkeypatch: pytes
     taken, notes = question("--model", "mixtral-8x7b", "--ep", 8, "--tokens", 4096, "--peak-load", 2)
     assert (taken["device"], taken["links"]) == ("h100-sxm", "h100-nvlink4")
     assert notes[0] == (
-        "experts and exchange modelled, not measured elsewhere: no-such-package is not installed;"
-        " expected: pip install 'moe-ep-bench[tables]'"
+        "experts and exchange modelled: no-such-package is not installed; expected: pip install 'moe-ep-bench[tables]'"
     )
 
 

@@ -108,9 +108,7 @@ def _device_of_tables(
             with contextlib.suppress(UserError):  # of another shape or dtype
                 return _device_of_tables(folder, tables.name, model, ep_size, dtype, None)
         shape = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
-        raise UserError(
-            f"{name}: expected experts that were measured; got none of {shape_words(shape)}, EP {ep_size}, {dtype}"
-        )
+        raise UserError(f"{name} has no measured experts of {shape_words(shape)}, EP {ep_size}, {dtype}")
     tables = Tables.named(name, "moe")
     measured = tables.read(["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"]
     dtypes = sorted(set(measured) & PRECISIONS.keys())

@@ -318,8 +318,7 @@ def _links_of_tables(
                 return _links_of_tables(folder, tables.name, model, num_ranks, dtype, sms, dispatch_dtype)
         stage = "decode" if decodes else "prefill"
         raise UserError(
-            f"{name}: expected an exchange that was measured at {stage}; got none of hidden size"
-            f" {model.expert_hidden_size}, EP {num_ranks}"
+            f"{name} has no exchange measured at {stage} of hidden size {model.expert_hidden_size}, EP {num_ranks}"
         )
     tables = Tables.named(name, "comm")
     if not tables.backend:

@@ -463,7 +463,7 @@ def assumption_words(assumed: Assumption) -> str:
         asked, taken = assumed.num_batches
         return f"workload.num_batches: {taken} of each draw or layer in place of {asked}, for fewer give no intervals"
     if assumed.kind == "modelled":
-        return f"{' and '.join(assumed.names)} modelled, not measured elsewhere: {assumed.reason}"
+        return f"{' and '.join(assumed.names)} modelled: {assumed.reason}"
     assert assumed.need is not None
     return f"left out: {names}: {_LACKING[assumed.need]}"
 

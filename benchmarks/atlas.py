@@ -8,14 +8,14 @@ A question is a command, ``moe-ep-bench advise --model M --ep N --tokens T --dev
 has a line for balanced, typical and hard traffic. Its directory under ``--work`` holds the answer; those that are there
 are not asked again. ``atlas.csv`` has a row for each line, ``atlas.png`` the map.
 
-The EP size is the smallest from 8 on at which the model fits the device in the checkpoint's dtype. Experts and exchange
-are measured elsewhere where tables have the layer, else modelled; each row says which.
+The EP size is the smallest from 8 on at which the model fits the device in the checkpoint's dtype under all traffics.
+Experts and exchange are measured elsewhere where tables have the layer, else modelled; each row says which.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import io
 import json
 import os
 import subprocess
@@ -110,14 +110,23 @@ def ask(question: Question, work: Path, call: Callable[[list[str]], tuple[int, s
         size = ["--model", question.model, "--ep", str(ep_size), flag, str(tokens * ep_size)]
         for device in DEVICES[question.device]:
             status, said = call(["advise", *size, "--device", device, "--out", str(folder / f"ep{ep_size}")])
-            if status == 0:
+            if status == 0 and _fits(folder / f"ep{ep_size}"):
                 return _keep(known, Answer(ep_size, ""))
+            if status == 0:
+                problem = f"does not fit {ep_size} ranks under every traffic"
+                break
             problem = said.strip().splitlines()[-1] if said.strip() else f"exit status {status}"
             if status != 2:
                 raise RuntimeError(f"{question.name}: {problem}")
         if "does not fit" not in problem and "EP size" not in problem:
             break
     return _keep(known, Answer(0, problem))
+
+
+def _fits(folder: Path) -> bool:
+    """Whether the model fits under every traffic, each of which has a fullest rank of its own."""
+    answers = json.loads((folder / "advice.json").read_text())["answers"]
+    return all(one["reason"] != "does_not_fit" for one in answers)
 
 
 def _keep(path: Path, answer: Answer) -> Answer:
@@ -264,12 +273,30 @@ def _cell(row: Any) -> str:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
+def with_other_answers(rows: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Write rows into a file beside those of other questions that it has; return all, in order of the questions."""
+    words: Any = {"dtype": str, "keep_default_na": False}  # which come back as they are written
+    table = pd.read_csv(io.StringIO(rows.to_csv(index=False)), **words)
+    if path.exists():
+        of_question = list(Question._fields)
+        known = pd.read_csv(path, **words)
+        is_asked = pd.MultiIndex.from_frame(known[of_question]).isin(pd.MultiIndex.from_frame(table[of_question]))
+        table = pd.concat([known[~is_asked], table])
+    order = {question: place for place, question in enumerate(questions())}
+    places = [
+        order.get(Question(*names), len(order)) for names in table[list(Question._fields)].itertuples(index=False)
+    ]
+    table = table.iloc[np.argsort(places, kind="stable")]
+    table.to_csv(path, index=False)
+    return pd.read_csv(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/reference"), help="folder of atlas.csv and atlas.png")
     parser.add_argument("--work", type=Path, default=Path("results/atlas"), help="folder of the answers")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="questions at a time, a core each")
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL", help="only these")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL", help="only these; other rows stay")
     parser.add_argument("--devices", nargs="+", default=tuple(DEVICES), choices=tuple(DEVICES), help="only these")
     parser.add_argument("--list", action="store_true", help="print the questions and ask none")
     parser.add_argument("--draw", action="store_true", help="ask none: rows and map of the answers that are there")
@@ -284,8 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answers = list(pool.map(partial(ask, work=options.work, call=command), asked))
     rows = [row for pair in zip(asked, answers, strict=True) for row in rows_of(*pair, options.work)]
     options.out.mkdir(parents=True, exist_ok=True)
-    table = pd.DataFrame(rows)
-    table.to_csv(options.out / "atlas.csv", index=False, quoting=csv.QUOTE_MINIMAL)
+    table = with_other_answers(pd.DataFrame(rows), options.out / "atlas.csv")
     draw(table).savefig(options.out / "atlas.png", dpi=160, metadata={"Software": None})
     print(f"{len(table)} rows of {len(asked)} questions: {options.out / 'atlas.csv'}, {options.out / 'atlas.png'}")
     return 0

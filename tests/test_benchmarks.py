@@ -59,11 +59,11 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
     calls: list[list[str]] = []
 
     def call(arguments: list[str]) -> tuple[int, str]:
-        """A table without rows, a size that is too small, and one that is answered."""
+        """A table without rows, a size that is too small, one too small for a traffic, and one that is answered."""
         calls.append(arguments)
         if "table:h100_sxm" in arguments:
             return 2, "moe-ep-bench: --device: table:h100_sxm: has no rows"
-        if arguments[arguments.index("--ep") + 1] == "8":
+        if (size := arguments[arguments.index("--ep") + 1]) == "8":
             return 2, "moe-ep-bench: --ep: layer.ep_size: does not fit: 103 GB"
         folder = Path(arguments[-1])
         folder.mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
         replicates = {**drops, "case_id": "b", "whole": None, "missing_share": 0.0, "retained_mass": 1.0}
         answers = [
             {"point": {"workload.peak_load": peak}, "comparison_id": "c", "native": times, "pick": pick}
-            | {"beside": beside, "fastest": fastest}
+            | {"beside": beside, "fastest": fastest, "reason": "does_not_fit" if size == "16" and peak == 6 else None}
             for peak, pick, beside, fastest in (
                 (6.0, drops, replicates, None),
                 (None, None, None, replicates),
@@ -90,9 +90,9 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
 
     question = atlas.Question("deepseek-v3", "H100", "decode")
     answer = atlas.ask(question, tmp_path, call)
-    assert (answer.ep_size, len(calls)) == (16, 4)
+    assert (answer.ep_size, len(calls)) == (32, 6)
     assert atlas.ask(question, tmp_path, call) == answer
-    assert len(calls) == 4, "an answer that is there is not asked for again"
+    assert len(calls) == 6, "an answer that is there is not asked for again"
     rows = pd.DataFrame(atlas.rows_of(question, answer, tmp_path))
     assert rows["traffic"].tolist() == ["balanced", "typical", "hard"]
     assert rows["kind"].tolist() == ["nothing", "replicate", "drop"]
@@ -104,7 +104,17 @@ def test_the_atlas_asks_once_and_maps_what_wins(monkeypatch: pytest.MonkeyPatch,
     (row,) = atlas.rows_of(atlas.Question("kimi-k2", "B200", "prefill"), refused, tmp_path)
     assert (row["kind"], row["why"]) == ("not asked", "x: no such links")
     texts = {text.get_text() for axes in atlas.draw(rows).axes for text in axes.texts}
-    assert texts == {"-\nEP 16", "1.25x\nEP 16"}
+    assert texts == {"-\nEP 32", "1.25x\nEP 32"}
+    path = tmp_path / "atlas.csv"
+    atlas.with_other_answers(pd.DataFrame([row]), path)
+    table = atlas.with_other_answers(rows, path)
+    assert table["model"].tolist() == ["deepseek-v3"] * 3 + ["kimi-k2"], "in order of the questions"
+    before = path.read_text()
+    atlas.with_other_answers(rows.assign(native_ms=3.0), path)
+    changed = [
+        (old, new) for old, new in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if old != new
+    ]
+    assert len(changed) == 3, "answers of other questions stay, letter by letter"
     with pytest.raises(RuntimeError, match="traceback"):
         atlas.ask(atlas.Question("glm-5", "H20", "decode"), tmp_path, lambda _: (1, "a traceback"))
 

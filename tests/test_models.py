@@ -288,6 +288,8 @@ def test_a_checkpoints_dtype_is_read_from_its_quantization_config(stated: dict[s
         ({"peak_load": 6.1, "rank_load": 1.5}, 32, 1.5),
         ({"skew": "power_law_1.2"}, 32, 2.0),
         ({"peak_load": 6.1}, 1, 1.0),
+        ({"peak_load": 1}, 32, 1.0),
+        ({"batch_peak_load": 1}, 32, 1.0),
     ],
 )
 def test_rows_are_of_the_load_that_the_workload_states_in_whatever_words(

@@ -255,6 +255,8 @@ def _rank_load(experiment: Experiment, num_experts: int, ep_size: int) -> float 
     targets = config.targets(experiment.model, ep_size)
     if targets["rank_load"] is not None:
         return targets["rank_load"]["load"]
+    if config.peak_load == 1:  # No target: every expert is as popular.
+        return 1.0
     peak_load = targets["peak_load"] or targets["batch_peak_load"]
     return None if peak_load is None else 1 + (peak_load - 1) / math.sqrt(num_experts / ep_size)
 

@@ -549,6 +549,9 @@ def test_shorter_answers_are_no_faster_requests(tmp_path: Path, capsys: pytest.C
     shown = " ".join(capsys.readouterr().out.split())
     assert "tokens/s have): token_drop capacity_factor=1.0 100 %" in shown
     assert "answers are shorter than 8 tokens, though ignore_eos was asked: token_drop capacity_factor=1.0" in shown
+    rows = compare_directories(tmp_path / "out", tmp_path / "out", limit=0.03).cases.set_index("policy")
+    assert rows.at["token_drop", "why"] == "answers are not as long as native's"
+    assert "as long" not in str(rows.at["topk", "why"])
 
 
 @pytest.mark.slow

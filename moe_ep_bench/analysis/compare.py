@@ -126,7 +126,7 @@ def _side_by_side(sides: Sides, frames: Sequence[pd.DataFrame], ratios: Sequence
     """
     rows = pd.concat(frames)[[*sides.key, *sides.about]].drop_duplicates(sides.key, ignore_index=True)
     for run, frame in zip(sides.runs, frames, strict=True):
-        rows = rows.join(frame.set_index(sides.key)[sides.numbers].add_suffix(f"_{run}"), on=sides.key)
+        rows = rows.join(frame.set_index(sides.key).reindex(columns=sides.numbers).add_suffix(f"_{run}"), on=sides.key)
     old, now = (
         {name: of.set_index(ITERATION)["ratio"].dropna() for name, of in frame.groupby(sides.key, sort=False)}
         for frame in ratios
@@ -174,7 +174,7 @@ _JOBS = Sides(
     about=["comparison_id", "title", "how", "ran_on", "label", "policy", "role"],
     numbers=[
         *("status", "reason", *COSTS, "median_ms", "speedup_median"),
-        *("floor_low", "floor_high", "oversubscribed", "origin"),
+        *("floor_low", "floor_high", "oversubscribed", "origin", "other_length_share"),
     ],
     shown=(
         text("label", "policy"),
@@ -244,6 +244,7 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
     verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOT_EXECUTED, is_oversubscribed=is_shared)
     reasons = {
+        "answers are not as long as native's": any((row[f"other_length_share_{run}"] or 0) > 0 for run in _JOBS.runs),
         "nothing to divide: no common batch, no native, or a time of 0": ratio is None,
         f"fewer than {MIN_BATCHES} batches give no interval": not found["change_is_interval"],
         OVERSUBSCRIBED: is_shared,

@@ -96,11 +96,25 @@ def all_reduce_sums_and_maxima(lab: Lab) -> None:
 def gathers_scatters_and_broadcasts(lab: Lab) -> None:
     one, all_of_it = lab.numbers(2, 3), torch.zeros(2 * lab.size, 3)
     lab.alike(lambda s, o, g: dist.all_gather_into_tensor(o, s, group=g), one, all_of_it)
+    lab.alike(lambda s, o, g: dist.all_gather(list(o.chunk(lab.size)), s, group=g), one, all_of_it)
     lab.alike(
         lambda s, o, g: dist.reduce_scatter_tensor(o, s, group=g), lab.numbers(2 * lab.size, 3), torch.zeros(2, 3)
     )
+    lab.alike(
+        lambda s, o, g: dist.reduce_scatter(o, list(s.chunk(lab.size)), group=g),
+        lab.numbers(2 * lab.size, 3),
+        torch.zeros(2, 3),
+    )
     lab.alike(lambda s, o, g: dist.broadcast(s, lab.size - 1, group=g), one, one)
     dist.barrier(group=lab.staged)
+
+
+def lists_go_all_to_all(lab: Lab) -> None:
+    """gloo has no such collective: rank r sends (r, to) to every other."""
+    sent = [torch.tensor([lab.rank, to], dtype=torch.float32, device=lab.device) for to in range(lab.size)]
+    out = [torch.zeros(2, device=lab.device) for _ in range(lab.size)]
+    dist.all_to_all(out, sent, group=lab.staged)
+    assert [pair.tolist() for pair in out] == [[source, lab.rank] for source in range(lab.size)]
 
 
 def collectives_are_in_order_with_their_stream(lab: Lab) -> None:
@@ -150,6 +164,7 @@ LAWS = (
     all_to_all_of_parts_of_a_tensor,
     all_reduce_sums_and_maxima,
     gathers_scatters_and_broadcasts,
+    lists_go_all_to_all,
     collectives_are_in_order_with_their_stream,
     groups_of_some_ranks_stand_beside,
     the_error_of_one_rank_reaches_the_others,

@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError
 from moe_ep_bench.runtime import sharing
-from moe_ep_bench.runtime.sharing import NCCL, STAGED, check_sharing, shared_gpus
+from moe_ep_bench.runtime.sharing import CONTEXT_BYTES, NCCL, STAGED, check_memory, check_sharing, shared_gpus
 from moe_ep_bench.schema import LAYER_PHASES, REHEARSAL_SCHEMA
 
 GIB = 2**30
@@ -69,6 +69,17 @@ def test_what_does_not_go_together_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
     assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_do_not_fit_are_refused_beforehand_with_how_many_do() -> None:
+    rank, free = 10 * GIB, [32 * GIB]
+    check_memory(rank, free, 3)
+    with pytest.raises(UserError, match=r"--nproc: expected at most 3 \(about 10\.6 GiB a rank, 32\.0 GiB free"):
+        check_memory(rank, free, 4)
+    check_memory(rank, 2 * free, 6)
+    with pytest.raises(UserError, match=r"at most 4 "):
+        check_memory(rank, [32 * GIB, 2 * (rank + CONTEXT_BYTES)], 5)
+    check_memory(rank, [], 100)  # No driver tells it.
 
 
 # ---- MPS -------------------------------------------------------------------------------------------------------------

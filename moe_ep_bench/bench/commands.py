@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ep_bench.bench.description import describe_timed_run, routed_facts, run_json
+from moe_ep_bench.bench.description import describe_timed_run, held_here, routed_facts, run_json
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.measure import Runner, measure_point
 from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
@@ -32,7 +32,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
 from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often, split_reason
 from moe_ep_bench.runtime.ranks import Ranks, ReportedError, as_rank, join
-from moe_ep_bench.runtime.sharing import SHARE_FLAG, Sharing, shared_gpus
+from moe_ep_bench.runtime.sharing import SHARE_FLAG, Sharing, check_memory, free_bytes_of_gpus, shared_gpus
 from moe_ep_bench.runtime.torchrun import (
     STOPPED_WORDS,
     Ended,
@@ -70,6 +70,8 @@ def launch(
     """
     check_num_ranks(nproc, sharing)
     points = plan(config, overrides, RANKS, nproc * num_nodes(), point=point, sharing=sharing)
+    if sharing is not None:
+        _check_shared_memory(points, nproc)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     arguments += ["--force"] if force else []
@@ -78,6 +80,12 @@ def launch(
     commands = [[*arguments, "--launch", str(number)] for number in launches]
     with shared_gpus(sharing, -(-nproc // (num_gpus() or nproc))):
         return torchrun(commands, nproc, max_restarts=_MAX_RESTARTS, plan=plan_text(points))
+
+
+def _check_shared_memory(points: Sequence[Point], nproc: int) -> None:
+    """Refuse more ranks than GPUs have memory for, as far as their driver tells it; by the largest point's estimate."""
+    rank_bytes = max(sum(held_here(point).values()) for point in points)
+    check_memory(rank_bytes, free_bytes_of_gpus(), nproc)
 
 
 def run(

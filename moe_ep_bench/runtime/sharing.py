@@ -30,6 +30,9 @@ SHARE_FLAG = {NCCL: ["--share-gpu"], STAGED: ["--share-gpu", "--staged"]}
 MOST_PER_GPU = 16
 """Ranks on a GPU, or on a core that stands for one; MPS carries 48 processes, and each rank needs a context."""
 
+CONTEXT_BYTES = 600 * 2**20
+"""Assumed, of a CUDA context with NCCL's buffers beside what a rank holds."""
+
 # What NCCL reads of each rank.
 _NCCL_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _LEAST_NCCL = (2, 30)
@@ -75,6 +78,36 @@ def check_sharing(sharing: Sharing, device_type: str) -> None:
             f"--share-gpu: expected NCCL {wanted} or newer, got {got}; install a newer nvidia-nccl-cu13 and set "
             "LD_PRELOAD to its libnccl.so.2 (torch finds its own before LD_LIBRARY_PATH), or add --staged"
         )
+
+
+def free_bytes_of_gpus() -> list[float]:
+    """Free memory of each GPU that torch can use, as the driver tells it."""
+    import torch
+
+    with contextlib.suppress(RuntimeError, ModuleNotFoundError):
+        total = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+        return [size - torch.cuda.device_memory_used(gpu) for gpu, size in enumerate(total)]
+    return []
+
+
+def ranks_that_fit(rank_bytes: float, free_bytes: float) -> int:
+    """Ranks of this size that a GPU with so much free memory carries."""
+    return int(free_bytes // (rank_bytes + CONTEXT_BYTES))
+
+
+def check_memory(rank_bytes: float, free_bytes_G: list[float], nproc: int) -> None:
+    """Refuse ranks that do not fit on GPUs with so much free memory, by the estimate of what a rank holds.
+
+    Raises:
+        UserError: it names how many ranks fit.
+    """
+    if not free_bytes_G:
+        return
+    on_each = -(-nproc // len(free_bytes_G))
+    fit = min(ranks_that_fit(rank_bytes, free) for free in free_bytes_G)
+    if on_each > fit:
+        sizes = f"about {(rank_bytes + CONTEXT_BYTES) / 2**30:.1f} GiB a rank, {min(free_bytes_G) / 2**30:.1f} GiB free"
+        raise UserError(f"--nproc: expected at most {fit * len(free_bytes_G)} ({sizes} on a GPU), got {nproc}")
 
 
 # ---- what ranks need -------------------------------------------------------------------------------------------------

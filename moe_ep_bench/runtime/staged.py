@@ -101,8 +101,35 @@ class StagedGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         return self._staged(tensors, tensors, lambda read, _: self._gloo.allreduce(read, opts))
 
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        return self._staged(tensors, tensors, lambda read, _: self._gloo.reduce(read, opts))
+
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         return self._staged(tensors, tensors, lambda read, _: self._gloo.broadcast(read, opts))
+
+    def allgather(self, outputs: list[list[Tensor]], sent: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or _c10d.AllgatherOptions()
+        (of_ranks,) = outputs
+        return self._staged(sent, of_ranks, lambda read, written: self._gloo.allgather([written], read, opts))
+
+    def reduce_scatter(self, outputs: list[Tensor], sent: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        (of_ranks,) = sent
+        return self._staged(of_ranks, outputs, lambda read, written: self._gloo.reduce_scatter(written, [read], opts))
+
+    def alltoall(self, outputs: list[Tensor], sent: list[Tensor], opts: Any = None) -> dist.Work:
+        """gloo has none of lists: they go as one tensor, split by their sizes."""
+        output_splits, input_splits = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in sent]
+
+        def act(read: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
+            flat = torch.cat([tensor.reshape(-1) for tensor in read])
+            received = flat.new_empty(sum(output_splits))
+            self._gloo.alltoall_base(received, flat, output_splits, input_splits, dist.AllToAllOptions()).wait()
+            for tensor, part in zip(written, received.split(output_splits), strict=True):
+                tensor.copy_(part.view_as(tensor))
+            return self._gloo.barrier(dist.BarrierOptions())  # a work to wait for; the exchange itself is done
+
+        return self._staged(sent, outputs, act)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Streams too: what ranks have queued before it is done when it returns."""

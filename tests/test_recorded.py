@@ -11,7 +11,7 @@ from refusals import refusal
 from test_workload import assert_rows_are_distributions_without_ties, digest_of
 from trace_files import tokens_of, write_trace
 
-from moe_ep_bench.workload.replay import RecordedWorkload, draw_sequences, draw_steps
+from moe_ep_bench.workload.replay import RecordedWorkload, deal, draw_steps
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -132,7 +132,7 @@ def mixtures(draw):
 @few_examples
 @given(mixtures(), st.integers(1, 80))
 def test_sequences_come_from_the_recording_with_the_fewest_tokens(pools, num_tokens):
-    batches = draw_sequences(pools, num_tokens, map(np.random.default_rng, range(4)))
+    batches = deal(pools, num_tokens, map(np.random.default_rng, range(4)), in_order=False)
     for pieces, expected in zip(batches, slow_mixture(pools, num_tokens, 4), strict=True):
         assert [list(range(first, end)) for first, end in pieces] == expected
 

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.exchanges import reached
-from moe_ep_bench.cost_model.expert_table import ExpertTable, by_ep_size, shape_of
+from moe_ep_bench.cost_model.expert_table import ExpertTable, by_ep_size
 from moe_ep_bench.presets import Strict
 
 if TYPE_CHECKING:  # It imports slowly.
@@ -118,14 +118,7 @@ def uniform_loads(num_tokens: int, num_experts: int, top_k: int, ep_size: int) -
 
 def kernel_tables(rows: pd.DataFrame, block: int) -> dict[int, KernelTable]:
     """One shape's uniform rows of one dtype as a table for each EP size."""
-    rows = rows.sort_values("num_tokens")
-    kernels, shape = fit(rows, block), shape_of(rows)
-    return {
-        ep_size: KernelTable(
-            **shape, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"]), kernels=kernels
-        )
-        for ep_size, points in by_ep_size(rows)
-    }
+    return by_ep_size(KernelTable, rows, kernels=fit(rows.sort_values("num_tokens"), block))
 
 
 def fit(rows: pd.DataFrame, block: int) -> Kernels:

@@ -34,11 +34,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device, Dtype
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.expert_kernels import kernel_tables
-from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, shape_of, tables_of_shape
+from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, by_ep_size, tables_of_shape
 from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, is_open, root
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts.words import shape_words
@@ -199,17 +198,10 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, backend: str 
 def planned_table(rows: pd.DataFrame, ep_size: int) -> ExpertTable:
     """One shape's planned rows of one dtype and EP size."""
     points = rows[rows["ep_size"] == ep_size].sort_values("num_tokens")
-    num_slots = int(points["num_slots"].iloc[0])
-    shape = shape_of(points)
-    sizes = shape["num_experts"], shape["top_k"], ep_size, num_slots
-    loads = [planned_loads(number, *sizes) for number in points["num_tokens"]]
-    return ExpertTable(
-        **shape,
-        ep_size=ep_size,
-        curve=Curve.of(points["num_tokens"], points["us"]),
-        num_slots=num_slots,
-        row_loads=tuple(tuple(load_L.tolist()) for load_L in loads),
-    )
+    num_experts, top_k, num_slots = map(int, points[["num_experts", "top_k", "num_slots"]].iloc[0])
+    loads = [planned_loads(number, num_experts, top_k, ep_size, num_slots) for number in points["num_tokens"]]
+    row_loads = tuple(tuple(load_L.tolist()) for load_L in loads)
+    return by_ep_size(ExpertTable, points, num_slots=num_slots, row_loads=row_loads)[ep_size]
 
 
 @cache

@@ -17,9 +17,8 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -124,6 +123,9 @@ class ExpertTable(Strict):
         return np.maximum(one_each_us + grown_us.sum(axis=-1), _LEAST_REST * one_each_us)
 
 
+_Table = TypeVar("_Table", bound=ExpertTable)
+
+
 @cache
 def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int) -> NDArray[np.int64]:
     """Pairs of each of rank 0's experts under ``balanced`` scores, int64 [num_local].
@@ -143,25 +145,15 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
 
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
     """One shape's balanced rows of one dtype as a table for each EP size."""
-    rows = rows.sort_values("num_tokens")
-    shape, token_us = shape_of(rows), _token_us(rows)
-    return {
-        ep_size: ExpertTable(
-            **shape, token_us=token_us, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"])
-        )
-        for ep_size, points in by_ep_size(rows)
-    }
+    return by_ep_size(ExpertTable, rows, token_us=_token_us(rows.sort_values("num_tokens")))
 
 
-def shape_of(rows: pd.DataFrame) -> dict[str, Any]:
-    """The ``SHAPE`` that rows share."""
-    return {name: int(rows[name].iloc[0]) for name in SHAPE}
-
-
-def by_ep_size(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
-    """EP sizes, ascending, with their rows."""
-    for _, points in rows.groupby("ep_size"):
-        yield int(points["ep_size"].iloc[0]), points
+def by_ep_size(kind: type[_Table], rows: pd.DataFrame, **own: Any) -> dict[int, _Table]:
+    """One shape's rows of one dtype as a table of this kind for each EP size, ascending; ``own``: fields of all."""
+    shape = {name: int(rows[name].iloc[0]) for name in SHAPE}
+    parts = [points for _, points in rows.sort_values("num_tokens").groupby("ep_size")]
+    curves = {int(points["ep_size"].iloc[0]): Curve.of(points["num_tokens"], points["us"]) for points in parts}
+    return {ep_size: kind(**shape, ep_size=ep_size, curve=curve, **own) for ep_size, curve in curves.items()}
 
 
 def _token_us(rows: pd.DataFrame) -> float:

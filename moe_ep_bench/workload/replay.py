@@ -229,7 +229,7 @@ class RecordedWorkload(Workload):
             first_NB = self._draw_steps(pools, len(numbers), in_order=in_order)
             return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
         randoms = [generator(self.seed, Stream.SEQUENCES, index) for index in numbers]
-        batches = (deal_in_order if in_order else draw_sequences)(pools, self.num_tokens, randoms)
+        batches = deal(pools, self.num_tokens, randoms, in_order=in_order)
         bounds = (np.array(runs, np.int64).T for runs in batches)
         return [(first_S, end_S - first_S) for first_S, end_S in bounds]
 
@@ -284,41 +284,25 @@ Pool = NDArray[np.int64]
 """The sequences of one recording that are drawn from: int64 [S, 2], the first token of each and where it ends."""
 
 
-def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
-    """Draw runs of recorded tokens, whole sequences, for one batch of ``num_tokens`` from each of ``randoms``.
+def deal(
+    pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator], *, in_order: bool
+) -> list[list[Run]]:
+    """Take runs of recorded tokens, whole sequences, for one batch of ``num_tokens`` for each of ``randoms``.
 
-    Batch n depends on the first n of ``randoms``.
-    """
-    taken = [0] * len(pools)
-    batches = []
-    for random in randoms:
-        queues = [_whole(random, pool) for pool in pools]
-        pieces: list[Run] = []
-        missing = num_tokens
-        while missing:
-            behind = taken.index(min(taken))
-            first, end = next(queues[behind])
-            pieces.append(Run(first, min(end, first + missing)))
-            taken[behind] += pieces[-1].end - first
-            missing -= pieces[-1].end - first
-        if len(pools) > 1:
-            pieces = [pieces[place] for place in random.permutation(len(pieces))]
-        batches.append(pieces)
-    return batches
-
-
-def deal_in_order(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
-    """Take runs of recorded tokens as they came, for one batch of ``num_tokens`` for each of ``randoms``.
-
-    The rest of a request that a batch cuts begins the next one. There are fewer batches where a recording ends.
+    Of several recordings the one comes next of which the fewest tokens were taken. Batch n depends on the first n of
+    ``randoms``.
 
     Args:
-        randoms: draw the order in a batch where there are several recordings.
+        randoms: draw sequences, and their order in a batch where there are several recordings.
+        in_order: sequences come as recorded, and the rest of one that a batch cuts begins the next batch. There are
+            fewer batches where a recording ends.
     """
-    queues = [iter(pool.tolist()) for pool in pools]
+    queues = [iter(pool.tolist()) for pool in pools] if in_order else []
     taken, behind, rest = [0] * len(pools), 0, None
     batches = []
     for random in randoms:
+        if not in_order:
+            queues, rest = [_whole(random, pool) for pool in pools], None
         pieces: list[Run] = []
         missing = num_tokens
         while missing:

@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     table = with_other_answers(pd.DataFrame(rows), options.out / "atlas.csv")
     draw(table).savefig(options.out / "atlas.png", dpi=160, metadata={"Software": None})
-    print(f"{len(table)} rows of {len(asked)} questions: {options.out / 'atlas.csv'}, {options.out / 'atlas.png'}")
+    print(f"{len(asked)} questions asked, {len(table)} rows: {options.out / 'atlas.csv'}, {options.out / 'atlas.png'}")
     return 0
 
 

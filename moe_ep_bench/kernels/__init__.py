@@ -120,10 +120,8 @@ def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
     if type(policy).route is not SteppedPolicy.route:
         return policy.route, policy.batch_stats
     assert isinstance(policy, SteppedPolicy)
-    steps = numba_steps(form.device_type)
-    if form.is_shared and form.device_type == "cpu" and type(policy) in _TRITON:  # whose choice needs no weights
-        steps = _shared_steps()
-    stepped = policy.by(steps) if kernel == "numba" else policy
+    is_shared = form.is_shared and type(policy) in _TRITON  # whose choice needs no weights
+    stepped = policy.by(numba_steps(form.device_type, is_shared)) if kernel == "numba" else policy
     return stepped.select, stepped.stats
 
 
@@ -156,18 +154,12 @@ def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
 
 
 @functools.cache
-def numba_steps(device_type: str) -> Steps:
+def numba_steps(device_type: str, is_shared: bool = False) -> Steps:
     """The steps by numba's loops."""
-    from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
+    from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps, SharedSteps
 
-    return HostSteps() if device_type == "cpu" else DeviceSteps()
-
-
-@functools.cache
-def _shared_steps() -> Steps:
-    from moe_ep_bench.kernels.policy_steps import SharedSteps
-
-    return SharedSteps()
+    kind = DeviceSteps if device_type != "cpu" else SharedSteps if is_shared else HostSteps
+    return kind()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numba import njit
 
-from moe_ep_bench.kernels.row_selection import PADDING, find_best, marked_columns
+from moe_ep_bench.kernels.row_selection import find_best, marked_columns, room_for
 
 
 @njit(cache=True, nogil=True)
@@ -27,9 +27,7 @@ def top_k_loads(noise_TE, bias_E, top_k, num_groups=1, top_groups=1, sharpness=1
     load_E = np.zeros(num_experts, np.int64)
     columns = np.arange(num_experts)
     keys = np.empty(num_experts, noise_TE.dtype)
-    best_keys = np.empty(num_experts + PADDING, noise_TE.dtype)
-    best_columns = np.empty(num_experts + PADDING, np.int64)
-    near_keys, near_columns = np.empty_like(best_keys), np.empty_like(best_columns)
+    best_keys, best_columns, near_keys, near_columns = room_for(num_experts, noise_TE)
     rest, values = np.empty_like(keys), np.empty(num_groups)
     tops = np.empty((counted, num_groups))
     for token in range(num_tokens):

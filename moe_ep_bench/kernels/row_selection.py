@@ -24,10 +24,7 @@ def best_per_row(keys_RN, columns, count, map_RN, first, last):
     count = min(count, columns.shape[0])
     if count == 0:
         return
-    best_keys = np.empty(columns.shape[0] + PADDING, keys_RN.dtype)
-    best_columns = np.empty(best_keys.shape[0], np.int64)
-    near_keys = np.empty_like(best_keys)
-    near_columns = np.empty_like(best_columns)
+    best_keys, best_columns, near_keys, near_columns = room_for(columns.shape[0], keys_RN)
     for row in range(first, last):
         find_best(keys_RN[row], columns, count, best_keys, best_columns, near_keys, near_columns)
         for place in range(count):
@@ -39,10 +36,7 @@ def fewest_reaching(scores_TE, keys_TE, columns, count, share, map_TE, first, la
     """Mark the best ``count`` by key, but no more than hold ``share`` of the row's sum."""
     num_experts = scores_TE.shape[1]
     count = min(count, num_experts)
-    best_keys = np.empty(num_experts + PADDING, keys_TE.dtype)
-    best_columns = np.empty(best_keys.shape[0], np.int64)
-    near_keys = np.empty_like(best_keys)
-    near_columns = np.empty_like(best_columns)
+    best_keys, best_columns, near_keys, near_columns = room_for(num_experts, keys_TE)
     for token in range(first, last):
         total = 0.0
         for expert in range(num_experts):
@@ -57,6 +51,14 @@ def fewest_reaching(scores_TE, keys_TE, columns, count, share, map_TE, first, la
 
 
 @njit(cache=True, nogil=True)
+def room_for(num_columns, keys):
+    """What ``find_best`` works in for so many columns of such keys: best keys and their columns, and near ones."""
+    best_keys = np.empty(num_columns + PADDING, keys.dtype)
+    best_columns = np.empty(best_keys.size, np.int64)
+    return best_keys, best_columns, np.empty_like(best_keys), np.empty_like(best_columns)
+
+
+@njit(cache=True, nogil=True)
 def find_best(keys_N, columns, count, best_keys, best_columns, near_keys, near_columns):
     """Put the ``count`` largest keys among ``columns``, best first, and their columns at the front of two arrays.
 
@@ -66,7 +68,7 @@ def find_best(keys_N, columns, count, best_keys, best_columns, near_keys, near_c
 
     Args:
         columns: ascending, at least ``count``.
-        best_keys, best_columns, near_keys, near_columns: room for PADDING more than there are columns.
+        best_keys, best_columns, near_keys, near_columns: of ``room_for``.
     """
     num_columns = columns.shape[0]
     # The least of ``count`` maxima over disjoint columns: at least ``count`` keys reach it.
@@ -327,14 +329,8 @@ def least_loaded(scores_TE, keys_TE, valid_T, random_TE, load_E, map_TE, top_k, 
     """
     num_tokens, num_experts = scores_TE.shape
     all_E = np.arange(num_experts)
-    width = num_experts + PADDING
-    best_keys = np.empty(width, keys_TE.dtype)
-    near_keys = np.empty(width, keys_TE.dtype)
-    best_random = np.empty(width, random_TE.dtype)
-    near_random = np.empty(width, random_TE.dtype)
-    near = np.empty(width, np.int64)
-    top_K = np.empty(width, np.int64)
-    trimmed = np.empty(width, np.int64)
+    best_keys, top_K, near_keys, near = room_for(num_experts, keys_TE)
+    best_random, trimmed, near_random, _ = room_for(num_experts, random_TE)
     is_top_E = np.zeros(num_experts, np.bool_)
     pool = all_E.copy()
     chosen_K = np.empty(top_k, np.int64)

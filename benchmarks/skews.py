@@ -22,7 +22,7 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.workload.targets import Skews, loads_after_cut
+from moe_ep_bench.workload.targets import Skews
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 EP_SIZE, FACTORS = 8, (1.0, 1.5)
@@ -55,6 +55,18 @@ def domains(folder: Path) -> Iterator[tuple[str, Domain]]:
             name = counts["domain"].removeprefix("expert_popularity_")
             load_LE = np.array([*counts["load_E_by_layer"].values()], dtype=np.float64)
             yield counts["model"], Domain(name, load_LE, int(load_LE[0].sum()) // counts["top_k"])
+
+
+def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int) -> tuple[float, float]:
+    """A layer's loads after a capacity: the dropped share, and the fullest of contiguous ranks over the mean.
+
+    Args:
+        load_E: of all ranks' tokens; a rank's share of the experts is E / num_ranks.
+        capacity_factor: ``inf`` = no cut.
+    """
+    relative_E = np.asarray(load_E, dtype=np.float64) / np.mean(load_E)
+    kept_E = np.minimum(relative_E, capacity_factor)
+    return 1 - float(kept_E.mean()), float(kept_E.reshape(num_ranks, -1).mean(axis=1).max())
 
 
 def reliefs(load_LE: NDArray[np.float64], ep_size: int) -> NDArray[np.float64]:

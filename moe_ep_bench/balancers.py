@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -238,44 +238,29 @@ class _Places:
 # ---- by weights that move --------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class _Ranks:
     """A batch at the homes of its experts, a slot for each, and what is given away.
 
     Attributes:
-        home_E: the rank of each expert, as many on every rank; contiguous under ``with_free_slots``.
+        slot_E, home_E: the slot and the rank of each expert, as many on every rank; contiguous under
+            ``with_free_slots``.
         used_R: pairs of every rank.
         mean: pairs of the mean rank, rounded up.
         given: pairs by (expert, rank), of ranks beside the home; ``given_to``: those ranks by expert.
     """
 
-    slot_expert_P: NDArray[np.int64]
-    counts_RE: NDArray[np.int64]
-    load_E: NDArray[np.int64] = field(init=False)
-    home_E: NDArray[np.int64] = field(init=False)
-    used_R: NDArray[np.int64] = field(init=False)
-    free_R: NDArray[np.int64] = field(init=False)
-    mean: int = field(init=False)
-    given: dict[tuple[int, int], int] = field(default_factory=dict)
-    given_to: dict[int, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        num_ranks = len(self.counts_RE)
-        self.load_E = self.counts_RE.sum(axis=0)
-        self.home_E = self.slot_E // (len(self.slot_expert_P) // num_ranks)
-        self.used_R = np.bincount(self.home_E, self.load_E, minlength=num_ranks).astype(np.int64)
-        self.free_R = (self.slot_expert_P.reshape(num_ranks, -1) == FREE).sum(axis=1)
-        self.mean = -(-int(self.load_E.sum()) // num_ranks)
-
-    @property
-    def slot_E(self) -> NDArray[np.int64]:  # noqa: N802
-        """The slot of each expert."""
+    def __init__(self, slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> None:
+        self.slot_expert_P = np.asarray(slot_expert_P)
+        counts_RE = np.asarray(counts_RE, dtype=np.int64)
+        self.num_ranks, self.load_E = len(counts_RE), counts_RE.sum(axis=0)
         slot_P = np.flatnonzero(self.slot_expert_P != FREE)
-        return slot_P[np.argsort(self.slot_expert_P[slot_P], kind="stable")]
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.counts_RE)
+        self.slot_E = slot_P[np.argsort(self.slot_expert_P[slot_P], kind="stable")]
+        self.home_E = self.slot_E // (len(self.slot_expert_P) // self.num_ranks)
+        self.used_R = np.bincount(self.home_E, self.load_E, minlength=self.num_ranks).astype(np.int64)
+        self.free_R = (self.slot_expert_P.reshape(self.num_ranks, -1) == FREE).sum(axis=1)
+        self.mean = -(-int(self.load_E.sum()) // self.num_ranks)
+        self.given: dict[tuple[int, int], int] = {}
+        self.given_to: dict[int, list[int]] = {}
 
     def takers(self, expert: int) -> NDArray[np.int64]:
         """Ranks beside the home that have the expert, or a free slot for it; those with fewest pairs first."""
@@ -306,15 +291,14 @@ class _Ranks:
     def balanced(self, *, relayed: bool) -> Balanced:
         """The batch as given away; where no rank is emptier by it, at its homes."""
         expert_P, size = self.slot_expert_P.copy(), len(self.slot_expert_P) // self.num_ranks
-        slot_E = self.slot_E
         pairs_P = np.zeros(len(expert_P), dtype=np.int64)
-        pairs_P[slot_E] = self.load_E
+        pairs_P[self.slot_E] = self.load_E
         if not self.given or self.used_R.max() >= pairs_P.reshape(self.num_ranks, -1).sum(axis=1).max():
             return Balanced(expert_P, pairs_P)
         for (expert, rank), pairs in self.given.items():
             slot = rank * size + int((expert_P[rank * size : (rank + 1) * size] == FREE).argmax())
             expert_P[slot], pairs_P[slot] = expert, pairs
-            pairs_P[slot_E[expert]] -= pairs
+            pairs_P[self.slot_E[expert]] -= pairs
         return Balanced(expert_P, pairs_P, tuple(self._moves(relayed)))
 
     def _moves(self, relayed: bool) -> list[tuple[int, int, int]]:
@@ -338,7 +322,7 @@ def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, **
         slot_expert_P: as ``with_free_slots``.
         least_pairs: no fewer pairs of an expert go to a rank, unless they are all that is left (m).
     """
-    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    ranks = _Ranks(slot_expert_P, counts_RE)
     if ranks.used_R.max() <= LLEP_THRESHOLD * ranks.load_E.sum() / ranks.num_ranks:
         return ranks.balanced(relayed=False)
     for expert in np.argsort(-ranks.load_E, kind="stable").tolist():
@@ -358,12 +342,11 @@ def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, *
 
     Args: as ``llep``; fewer pairs than ``least_pairs`` move only where they are all that a rank has too many.
     """
-    expert_P, counts_RE = np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64)
-    best = _Ranks(expert_P, counts_RE)
+    best = _Ranks(slot_expert_P, counts_RE)
     low, high = best.mean, int(best.used_R.max())
     while low < high:
         middle = (low + high) // 2
-        ranks = _Ranks(expert_P, counts_RE)
+        ranks = _Ranks(slot_expert_P, counts_RE)
         if _gives_away(ranks, middle, least_pairs):
             best, high = ranks, middle
         else:
@@ -397,7 +380,7 @@ def moonep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, **_: object) -> Balan
     Args:
         slot_expert_P: as ``with_free_slots``; of E / R free slots a rank none is lacking.
     """
-    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    ranks = _Ranks(slot_expert_P, counts_RE)
     share, more = divmod(int(ranks.load_E.sum()), ranks.num_ranks)
     surplus_R = ranks.used_R - share - (np.arange(ranks.num_ranks) < more)
     quota_RR = np.zeros((ranks.num_ranks, ranks.num_ranks), dtype=np.int64)
@@ -432,7 +415,7 @@ def epic(
             exchange, which takes 92 us of a DeepSeek-R1 expert over an H20's NVLink and 210 over an H800's.
         ranks_per_node: rank r is on node r // ranks_per_node.
     """
-    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    ranks = _Ranks(slot_expert_P, counts_RE)
     expert_RL = np.argsort(ranks.home_E, kind="stable").reshape(ranks.num_ranks, -1)
     load_RL = ranks.load_E[expert_RL]
     for first in range(0, ranks.num_ranks, ranks_per_node):

@@ -14,9 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from test_synthetic import cut_by_hand
 from virtual_time import HandClock
 
 from moe_ep_bench.config.files import experiments_of
@@ -172,6 +174,13 @@ def test_cases_are_timed_back_to_back_beside_their_turns(tmp_path: Path) -> None
     difference = table["alone_us"] / table["in_turns_us"] - 1
     assert table["time_difference"].to_numpy() == pytest.approx(difference.to_numpy(), rel=1e-9, abs=1e-9)
     assert "back to back speedups are" in done.stdout
+
+
+def test_cuts_are_counted_as_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_E, skews = np.random.default_rng(0).integers(1, 100, 24), program(monkeypatch, "skews")
+    for factor, num_ranks in ((0.5, 1), (1.0, 8), (1.5, 4), (9.0, 2)):
+        found = skews.loads_after_cut(load_E, factor, num_ranks)
+        assert found == pytest.approx(cut_by_hand(load_E.tolist(), factor, num_ranks))
 
 
 def test_skews_are_those_of_the_recordings(monkeypatch: pytest.MonkeyPatch, traces: Path) -> None:

@@ -158,8 +158,6 @@ class SyntheticWorkload(Workload):
         for name, load in peaks.items():
             if load is not None and not 1 <= load <= most:
                 raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {load:g}")
-        if None not in peaks.values():
-            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
         if self.expert_loads is not None:
             if self.rank_load is not None or any(peaks.values()):
                 raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
@@ -305,9 +303,9 @@ class SyntheticWorkload(Workload):
         """Which drawn expert stands at each index, for good: int64 [E], or a slice of all as they were drawn."""
         if self.rank_load is None or self._is_even or self._wanted_loads is not None:
             return slice(None)
-        recipe, (num_ranks, load) = self._recipe(0), self.rank_load
-        load_E = self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
-        load_E = np.rint(1e6 * load_E).astype(np.int64)  # Whole numbers tie, and add up, alike on all machines.
+        num_ranks, load = self.rank_load
+        # Whole numbers tie, and add up, alike on all machines.
+        load_E = np.rint(1e6 * self._drawn_loads).astype(np.int64)
         hot_rank = int(generator(self.seed, Stream.HOT_RANK).integers(num_ranks))
         if self.num_groups is not None:
             return solving.place_in_groups(load_E, num_ranks, load, hot_rank, self.num_groups)
@@ -325,9 +323,7 @@ class SyntheticWorkload(Workload):
         """What neighbouring batches share of their loads in the long run (``motion.overlap``); None = nothing moves."""
         if self.motion is None or self.num_batches == 1:
             return None
-        recipe = self._recipe(0)
-        load_E = self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
-        return overlap(np.array([load_E[self._places(index)] for index in range(self.num_batches)]))
+        return overlap(np.array([self._drawn_loads[self._places(index)] for index in range(self.num_batches)]))
 
     # ---- recipes -----------------------------------------------------------------------------------------------------
 
@@ -385,6 +381,12 @@ class SyntheticWorkload(Workload):
         load_E = expert_loads(noise, bias_E, self.selection, sharpness)
         return load_E / load_E.mean()
 
+    @cached_property
+    def _drawn_loads(self) -> NDArray[np.float64]:
+        """Loads over the mean that batch 0's recipe gives the experts as drawn: float64 [E]."""
+        recipe = self._recipe(0)
+        return self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
+
     def _matched(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Log odds of the experts as drawn, float64 [H, E], and the half of each token, int64 [T]: one where none is
         matched."""
@@ -418,12 +420,11 @@ class SyntheticWorkload(Workload):
     @cached_property
     def _long_run_loads(self) -> NDArray[np.float64]:
         """Of the experts as drawn, over the mean and above 0: float64 [E]."""
-        recipe = self._recipe(0)
-        noise = self._solved_noise(0, self._copying)
-        load_E = self._loads(noise, recipe.bias_E, recipe.sharpness)
+        load_E = self._drawn_loads
         if self._wanted_loads is None and self.num_groups is not None:
             # Those of a reference draw have its own unevenness.
-            load_E = load_E - self._loads(noise, np.zeros(self.num_experts), recipe.sharpness) + 1
+            noise, sharpness = self._solved_noise(0, self._copying), self._recipe(0).sharpness
+            load_E = load_E - self._loads(noise, np.zeros(self.num_experts), sharpness) + 1
         load_E = np.maximum(load_E, _COLDEST)
         return load_E / load_E.mean()
 

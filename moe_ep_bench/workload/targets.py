@@ -161,18 +161,6 @@ def load_skew(preset: str, name: str) -> Skew:
     return known[name]
 
 
-def loads_after_cut(load_E: NDArray[Any], capacity_factor: float, num_ranks: int) -> tuple[float, float]:
-    """A layer's loads after a capacity: the dropped share, and the fullest of contiguous ranks over the mean.
-
-    Args:
-        load_E: of all ranks' tokens; a rank's share of the experts is E / num_ranks.
-        capacity_factor: ``inf`` = no cut.
-    """
-    relative_E = np.asarray(load_E, dtype=np.float64) / np.mean(load_E)
-    kept_E = np.minimum(relative_E, capacity_factor)
-    return 1 - float(kept_E.mean()), float(kept_E.reshape(num_ranks, -1).mean(axis=1).max())
-
-
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 COUNT = "logical_count"

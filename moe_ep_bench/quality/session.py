@@ -29,7 +29,7 @@ from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment
 from moe_ep_bench.quality.routed import Phase, judged_phase, try_policies
-from moe_ep_bench.quality.tasks import Task
+from moe_ep_bench.quality.tasks import Task, check_task
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.torchrun import device_type
@@ -162,9 +162,9 @@ def run_quality(
         return
     device, directory = device_type(), RunDirectory(out)
     with naming(str(config)):
-        for comparison in comparisons:
-            if isinstance(comparison.evaluated, Task):
-                comparison.evaluated.check()
+        for experiment in (comparison.experiment for comparison in comparisons):
+            for task in experiment.tasks or ():
+                check_task(task.name, experiment.include)
     environment = {**provenance.describe(torch.device(device)), "lm_eval": provenance.version_of("lm_eval")}
     models: dict[Any, Any] = {}
 

@@ -93,15 +93,7 @@ class Task:
         return f"{self.config.name}, {shots}"
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "task": self.config.name,
-            "batch_size": self.experiment.batch_size,
-            "limit": self.experiment.limit,
-        }
-
-    def check(self) -> None:
-        """Raise ValueError where there is no such task, or the harness is not installed."""
-        check_task(self.config.name, self.experiment.include)
+        return {"task": self.config.name, **self.experiment.model_dump(include={"batch_size", "limit"})}
 
     def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
         """A function that runs the task under a case; ``model`` has its weights and is unpatched."""

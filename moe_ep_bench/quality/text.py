@@ -21,7 +21,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -67,14 +66,10 @@ class Text:
             tokens_BS = checkpoint.sequences(config.file, config.sequence_length, config.num_sequences)
         return cls(experiment, num_ranks, config, tokens_BS)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Facts of all tokens that are read."""
-        return hashlib.sha256(json.dumps(self.tokens_BS.tolist()).encode()).hexdigest()[:16]
-
     @property
     def definition(self) -> dict[str, Any]:
-        return {"text": {"tokens": self.fingerprint, "batch_size": self.config.batch_size}}
+        read = hashlib.sha256(json.dumps(self.tokens_BS.tolist()).encode()).hexdigest()[:16]
+        return {"text": {"tokens": read, "batch_size": self.config.batch_size}}
 
     def describe(self) -> dict[str, Any]:
         return {"text": self.config.file.name, **self.config.model_dump(exclude={"file"})}

@@ -58,15 +58,15 @@ metric_list:
   - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
 metadata: {{version: 1.0}}
 """
-WRITTEN = """task: written
+GENERATED = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
 output_type: generate_until
 doc_to_text: "{{{{q}}}}"
-doc_to_target: "{{{{options[0]}}}}"
+doc_to_target: "{target}"
 generation_kwargs: {{until: ["\\n"], max_gen_toks: 3, do_sample: false}}
-metric_list:
+{more}metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
@@ -82,7 +82,7 @@ def folder(tiny_olmoe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tasks / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (tasks / "sums.yaml").write_text(SUMS.format(data=data))
-    (tasks / "written.yaml").write_text(WRITTEN.format(data=data))
+    (tasks / "written.yaml").write_text(GENERATED.format(name="written", data=data, target="{{options[0]}}", more=""))
     (tasks / "group.yaml").write_text(
         "group: together\ntask: [sums]\naggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
     )
@@ -402,18 +402,8 @@ def test_the_command_runs_the_packages_tasks_under_policies(
     assert "the first 4 questions of each task only" in capsys.readouterr().out
 
 
-COUNTED = """task: counted
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{q}}}}"
-doc_to_target: "{{{{q | length}}}} {{{{q | length + 1}}}} {{{{q | length + 2}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 3, do_sample: false}}
-filter_list:
-  - {{name: numbers, filter: [{{function: regex, regex_pattern: "(\\\\d+ \\\\d+ \\\\d+)"}}, {{function: take_first}}]}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+NUMBERS = r"""filter_list:
+  - {name: numbers, filter: [{function: regex, regex_pattern: "(\\d+ \\d+ \\d+)"}, {function: take_first}]}
 """
 
 
@@ -424,7 +414,8 @@ def test_servers_are_asked_tasks_after_their_rounds(
     """The fake server counts up from the length of a prompt; under ``token_drop`` its answers to even ones turn."""
     own = tmp_path / "own"
     own.mkdir()
-    (own / "counted.yaml").write_text(COUNTED.format(data=folder / "tasks" / "questions.jsonl"))
+    counted = {"name": "counted", "target": "{{q | length}} {{q | length + 1}} {{q | length + 2}}", "more": NUMBERS}
+    (own / "counted.yaml").write_text(GENERATED.format(data=folder / "tasks" / "questions.jsonl", **counted))
     content = {**SERVE, "policies": [DROP], "tasks": [{"name": "counted"}], "include": "own", "limit": 10}
     content["serve"] = {**SERVE["serve"], "command": FAKE, "model": str(folder / "tiny-olmoe")}
     content["serve"] |= {"rounds": 2, "starts": 2, "alone": 0}

@@ -158,6 +158,8 @@ class SyntheticWorkload(Workload):
         for name, load in peaks.items():
             if load is not None and not 1 <= load <= most:
                 raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {load:g}")
+        if None not in peaks.values():
+            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
         if self.expert_loads is not None:
             if self.rank_load is not None or any(peaks.values()):
                 raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")

@@ -39,7 +39,7 @@ from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, naming, prin
 from moe_ep_bench.facts import CaseFacts, ServedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.quality.tasks import check_task, run_task, served_lm, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import ALONE, LOAD
@@ -109,21 +109,16 @@ class ServedComparison:
         return stable_hash(self.definition)
 
     @cached_property
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """By case id, each policy as the plugin is told it."""
+    def entries(self) -> dict[Policy, dict[str, Any]]:
+        """Each policy as the plugin is told it."""
         acts_in = {} if self.experiment.serve.acts_in is None else {"acts_in": list(self.experiment.serve.acts_in)}
-        policies = [(entry, make_policy(entry)) for entry in self.experiment.entries()]
-        return {self._case(POLICY, policy.name, policy).case_id: {**entry, **acts_in} for entry, policy in policies}
+        return {make_policy(entry): {**entry, **acts_in} for entry in self.experiment.entries()}
 
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The server as it is, the same again, and each policy."""
-        policies = dict.fromkeys(map(make_policy, self.experiment.entries()))
-        own = [self._case(BASELINE, "native"), self._case(NOISE, "native")]
-        return [*own, *(self._case(POLICY, policy.name, policy) for policy in policies)]
-
-    def _case(self, *about: Any) -> CaseSpec:
-        return CaseSpec(self.comparison_id, *about)
+        own = [CaseSpec(self.comparison_id, role, "native") for role in (BASELINE, NOISE)]
+        return [*own, *(CaseSpec(self.comparison_id, POLICY, policy.name, policy) for policy in self.entries)]
 
     @property
     def title(self) -> str:
@@ -408,7 +403,7 @@ def _server(comparison: ServedComparison, case: CaseSpec, start: int, logs: Path
     variables = {**_VARIABLES, **os.environ}
     for name in (POLICY_VARIABLE, RECORD, LIMIT):
         variables.pop(name, None)
-    if case.role == POLICY:
-        variables[POLICY_VARIABLE] = json.dumps(comparison.entries[case.case_id])
+    if case.policy is not None:
+        variables[POLICY_VARIABLE] = json.dumps(comparison.entries[case.policy])
     log = logs / f"{comparison.comparison_id}-{case.case_id}-{start}.log"
     return Server(serve.command, serve.model, variables, log, serve.start_s)

@@ -29,6 +29,7 @@ from results_builder import (
 
 from moe_ep_bench.analysis import tables as tables_module
 from moe_ep_bench.analysis.cases import Store, cases, load
+from moe_ep_bench.analysis.columns import milliseconds
 from moe_ep_bench.analysis.drawing import Drawing, draw
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.lines import lines
@@ -500,6 +501,11 @@ def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Sto
         assert found.to_dict() == pytest.approx(expected_ms.to_dict())
     bars = ticks(drawing.figure.axes[0].yaxis)
     assert bars == [f"{name}, rank {rank}" for name in ("native", f"token_drop, {GAMMA} 1") for rank in range(4)]
+    axes, ends = drawing.figure.axes[0], {}
+    for piece in axes.patches:
+        ends[piece.get_y()] = max(ends.get(piece.get_y(), 0), piece.get_x() + piece.get_width())
+    assert sorted(text.xy[0] for text in axes.texts) == pytest.approx(sorted(ends.values()))
+    assert {text.get_text() for text in axes.texts} == {milliseconds(end) for end in ends.values()}
     assert "25.0 % dropped, 80.0 % kept" in drawing.figure.axes[0].get_title("left").replace("\n", " ")
 
 

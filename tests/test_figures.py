@@ -527,11 +527,16 @@ def test_ranks_are_shown_under_what_advise_picked(tmp_path: Path, monkeypatch: p
 
 
 def test_waits_of_ranks_are_less_what_their_probes_cost(tmp_path: Path) -> None:
+    facts = {"oversubscribed": True, "permute": {"requested": "auto", "ran": "indexed"}}
     about = {"num_batches": 2, "num_iterations": 1, "noise": 0.0, "conditions": {"rank": {"probe_floor_us": 50.0}}}
+    about |= {"probe_overhead": 0.05, "facts": facts}
     run = store_of(tmp_path, FakeComparison(cases=[*native(), drop(1.0, 1.5)], **about))
     waits = samples(run).query("kind == 'breakdown' and phase == 'wait_combine' and label == 'native' and rank == 1")
     rows = drawn("ranks", run).rows.query("label == 'native' and phases == 'waiting'").set_index("rank")
     assert rows["time_ms"].to_dict() == pytest.approx({0: 0.0, 1: (waits["time_us"].iloc[0] - 50) / 1e3})
+    said = words(drawn("phases", run).figure)
+    for warning in ("probes cost up to 5.0 %", "they share time slices", "permutation is not fused"):
+        assert warning in said
 
 
 def test_of_many_ranks_those_that_work_longest_under_native_are_shown(tmp_path: Path) -> None:

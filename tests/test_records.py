@@ -119,6 +119,8 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
         number: {"code": number} for number in "123"
     }
+    directory.write_run({**A_JOB, "run_id": "4", "comparisons": {"x": {}}, "cases": {"a": {"comparison_id": "x"}}})
+    assert set(json.loads(directory.run_json.read_text())["comparisons"]) == {"x", "z"}, "z follows x and is kept"
 
 
 def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path: Path) -> None:

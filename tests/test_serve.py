@@ -618,6 +618,9 @@ def test_log_probabilities_count_up_to_the_first_difference() -> None:
     ]
     found = agreement(pd.DataFrame(rows), pd.Series([0, 0])).loc[1]
     assert found[["equal_share", "first_difference", "logprob_difference"]].tolist() == [0, 2, 0.25]
+    rows[1] |= {"text": "abc", "tokens": [], "logprobs": []}
+    found = agreement(pd.DataFrame(rows), pd.Series([0, 0])).loc[1]
+    assert found["equal_share"] == 1, "a server that lists no tokens is compared by its text"
 
 
 # ---- prompts and mistakes --------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ def recordings(tmp_path_factory):
     """Two domains: a few long sequences, and many short ones."""
     folder = tmp_path_factory.mktemp("traces")
     return [
-        save(folder / "long.safetensors", length_S=[40, 1, 55], seed=0),
-        save(folder / "short.safetensors", length_S=[4, 6, 5, 8, 3, 9, 7, 30], seed=1),
+        save(folder / "long.safetensors", length_S=[40, 1, 55], seed=0, full=True),
+        save(folder / "short.safetensors", length_S=[4, 6, 5, 8, 3, 9, 7, 30], seed=1, full=True),
     ]
 
 
@@ -146,7 +146,7 @@ def recorded(paths, **changes):
 
 
 @pytest.mark.parametrize("arrangement", ["sequences", "decode"])
-@pytest.mark.parametrize(("num_recordings", "tail"), [(1, "popularity"), (2, "uniform")])
+@pytest.mark.parametrize(("num_recordings", "tail"), [(1, "popularity"), (2, "uniform"), (2, "recorded")])
 @few_examples
 @given(st.integers(5, 300), st.integers(1, 4), st.integers(0, 2), st.integers(1, 64), chunk_sizes)
 def test_a_ranks_recorded_tokens_are_those_it_is_dealt(

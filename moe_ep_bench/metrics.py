@@ -14,7 +14,8 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,14 +116,49 @@ def routing_metrics(
     """
     from moe_ep_bench.kernels.counting import routing_counts
 
-    num_experts = scores_TE.shape[1]
-    num_tokens = context.num_valid(len(scores_TE))
-    if of_scores is None:
-        of_scores = score_metrics(scores_TE, context)
+    of_scores = score_metrics(scores_TE, context) if of_scores is None else of_scores
     maps = _bytes(routing.map_TE), _bytes(of_scores.top_k_TE)
-    load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass = routing_counts(
-        *maps, _array(scores_TE), _valid(context), context.num_ranks, ranks_per_node
+    counts = routing_counts(*maps, _array(scores_TE), _valid(context), context.num_ranks, ranks_per_node)
+    return _metrics(counts, len(scores_TE), context, of_scores, ranks_per_node)
+
+
+def metrics_by_rank(
+    maps_TE: Sequence[tuple[Tensor, Tensor]],
+    scores_TE: Tensor,
+    context: RoutingContext,
+    of_scores: ScoreMetrics,
+    ranks: Sequence[int],
+    ranks_per_node: int = RANKS_PER_NODE,
+) -> Iterator[tuple[dict[str, Any], list[tuple[NDArray[np.int64], ...]]]]:
+    """``routing_metrics`` of the same tokens on each of some ranks, where only pairs of a rank's own experts differ.
+
+    Args:
+        maps_TE: of each micro-batch, in order, pairs with experts of other ranks, and with a rank's own.
+
+    Yields:
+        Of each rank its metrics, and of each micro-batch ``load_E``, ``copies_R`` and ``copies_N``.
+    """
+    from moe_ep_bench.kernels.counting import counts_by_rank
+
+    cut = np.cumsum([len(map_TE) for map_TE, _ in maps_TE])[:-1]
+    of_tokens = (_bytes(of_scores.top_k_TE), _array(scores_TE), _valid(context))
+    cut_T = zip(
+        *(np.split(values, cut) if len(values) else [values] * len(maps_TE) for values in of_tokens), strict=True
     )
+    sizes = context.num_ranks, ranks_per_node, np.array(ranks)
+    parts = [counts_by_rank(*map(_bytes, maps), *own, *sizes) for maps, own in zip(maps_TE, cut_T, strict=True)]
+    whole = [np.sum(counts, axis=0) for counts in zip(*parts, strict=True)]
+    for place, rank in enumerate(ranks):
+        counts = [*(values[place] for values in whole[:3]), *(values[place].item() for values in whole[3:])]
+        metrics = _metrics(counts, len(scores_TE), replace(context, rank=rank), of_scores, ranks_per_node)
+        yield metrics, [tuple(values[place] for values in part[:3]) for part in parts]
+
+
+def _metrics(
+    counts: Sequence[Any], num_tokens: int, context: RoutingContext, of_scores: ScoreMetrics, ranks_per_node: int
+) -> dict[str, Any]:
+    load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass = counts
+    num_experts, num_tokens = len(load_E), context.num_valid(num_tokens)
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     crossing = crossing_metrics(load_R, copies_R, copies_N, context.rank, ranks_per_node)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)

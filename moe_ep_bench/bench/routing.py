@@ -90,6 +90,25 @@ class Router:
         map_TE = _joined([one.map_TE for one in self._routed(form, case, tokens, stats_MSE)])
         return Routing(map_TE, tokens.scores_TE.new_zeros(()).expand(map_TE.shape))
 
+    def chosen_apart(self, case: CaseSpec, tokens: Tokens) -> list[tuple[Tensor, Tensor]]:
+        """Of each micro-batch the pairs with experts of other ranks, and with a rank's own, whichever rank that is.
+
+        Of a policy that ``fills_experts_apart``.
+        """
+        form = form_of(case.policy or NATIVE, tokens.scores_TE.device, is_shared=True)
+        maps = []
+        for part in tokens.parts(self.point.num_parts):
+            context, num_experts = self._sharing_context(case, part), part.scores_TE.shape[1]
+            others_TE, there_TE, own_TE = (
+                form.route(part.scores_TE, replace(context, num_ranks=num_ranks, rank=rank)).map_TE
+                for num_ranks, rank in ((context.num_ranks, 0), (context.num_ranks, 1), (1, 0))
+            )
+            num_local = num_experts // context.num_ranks
+            others_TE = others_TE.clone()
+            others_TE[:, :num_local] = there_TE[:, :num_local]  # Rank 0's own are no others there.
+            maps.append((others_TE, own_TE))
+        return maps
+
     def _routed(
         self, form: PolicyForm, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None
     ) -> list[Routing]:

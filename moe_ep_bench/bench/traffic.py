@@ -24,7 +24,7 @@ from moe_ep_bench.bench.result import Row
 from moe_ep_bench.bench.routing import Router, case_metrics
 from moe_ep_bench.bench.tokens import Tokens
 from moe_ep_bench.config import WaterfillConfig
-from moe_ep_bench.metrics import crossing_metrics
+from moe_ep_bench.metrics import crossing_metrics, metrics_by_rank
 from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -170,16 +170,13 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
             for case, slots in zip(cases, slots_V, strict=True)
         ]
         pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if has_frontier else None
-        of_ranks = [(tokens.num_tokens, rows_V, pairs)]
-        for rank in range(tokens.rank + point.num_sources, point.world_size, point.num_sources):
-            there = tokens.at(rank)
-            of_rank = [
-                _route_case(router, case, slots, there, stats.get(case.case_id))
-                if case.policy is not None and case.policy.knows_rank
-                else (row | _seen_from(row, there, slots, point.ranks_per_node), parts)
-                for case, slots, (row, parts) in zip(cases, slots_V, rows_V, strict=True)
-            ]
-            of_ranks.append((tokens.num_tokens, of_rank, pairs))
+        others = range(tokens.rank + point.num_sources, point.world_size, point.num_sources)
+        elsewhere_V = [
+            _elsewhere(router, case, slots, tokens, others, stats.get(case.case_id), of_case)
+            for case, slots, of_case in zip(cases, slots_V, rows_V, strict=True)
+        ]
+        of_ranks = [(tokens.num_tokens, list(rows_V), pairs) for rows_V in zip(*elsewhere_V, strict=True)]
+        of_ranks.insert(0, (tokens.num_tokens, rows_V, pairs))
         router.routed(point.times_routed)
         return of_ranks
 
@@ -201,11 +198,43 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
     return traffic
 
 
-def _seen_from(row: Row, tokens: Tokens, slots: Slots, ranks_per_node: int) -> Row:
+def _elsewhere(
+    router: Router,
+    case: CaseSpec,
+    slots: Slots,
+    tokens: Tokens,
+    others: Sequence[int],
+    stats_MSE: Sequence[Tensor] | None,
+    here: tuple[Row, list[Row]],
+) -> list[tuple[Row, list[Row]]]:
+    """``_route_case`` of the same tokens on other ranks, by what it gave on one."""
+    point, (row, parts) = router.point, here
+    if not others:
+        return []
+    if case.policy is None or not case.policy.knows_rank:
+        return [(row | _seen_from(row, rank, slots, point.ranks_per_node), parts) for rank in others]
+    if not case.policy.fills_experts_apart or tokens.context.modality_T is not None:
+        return [_route_case(router, case, slots, tokens.at(rank), stats_MSE) for rank in others]
+    maps_TE, of_scores = router.chosen_apart(case, tokens), tokens.of_scores
+    by_rank = metrics_by_rank(maps_TE, tokens.scores_TE, tokens.context, of_scores, list(others), point.ranks_per_node)
+    lengths = [len(map_TE) for map_TE, _ in maps_TE] if point.num_parts > 1 else []
+    return [
+        (
+            {**row, "rank": rank, **metrics},
+            [
+                {"num_tokens": length, "slot_load_P": load_P, "copies_R": copies_R, "copies_N": copies_N}
+                for length, (load_P, copies_R, copies_N) in zip(lengths, of_parts, strict=False)
+            ],
+        )
+        for rank, (metrics, of_parts) in zip(others, by_rank, strict=True)
+    ]
+
+
+def _seen_from(row: Row, rank: int, slots: Slots, ranks_per_node: int) -> Row:
     """What differs in a row of the same tokens on another rank."""
-    of_all, rank = (row["load_R"], row["copies_R"], row["copies_N"]), tokens.context.rank
+    of_all = row["load_R"], row["copies_R"], row["copies_N"]
     moved = {} if slots.is_contiguous else slots.moved_bytes(rank)
-    return {"rank": tokens.rank, **crossing_metrics(*of_all, rank, ranks_per_node), **moved}
+    return {"rank": rank, **crossing_metrics(*of_all, rank, ranks_per_node), **moved}
 
 
 def _route_case(

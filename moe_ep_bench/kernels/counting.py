@@ -124,6 +124,86 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_no
     return load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass
 
 
+@njit(cache=True, nogil=True)
+def counts_by_rank(map_TE, own_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_node, rank_S):
+    """``routing_counts`` on each of some ranks, each first in an axis: pairs of a rank's own experts are ``own_TE``'s.
+
+    Those of all other experts are ``map_TE``'s. Only tokens whose pairs differ are looked at again.
+    """
+    num_tokens, num_experts = map_TE.shape
+    size = num_experts // num_ranks
+    num_nodes = (num_ranks + ranks_per_node - 1) // ranks_per_node
+    load_E, copies_R, copies_N = (
+        np.zeros(num_experts, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_nodes, np.int64),
+    )
+    pairs_TR, pairs_TN = np.zeros((num_tokens, num_ranks), np.int32), np.zeros((num_tokens, num_nodes), np.int32)
+    pairs_T, kept_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
+    chosen_T, is_valid_T = np.zeros(num_tokens, np.int64), np.ones(num_tokens, np.bool_)
+    columns = np.empty(num_experts, np.int64)
+    num_valid_pairs = num_kept = num_rerouted = num_served = 0
+    mass = 0.0
+    for token in range(num_tokens):
+        pairs, held = marked_columns(map_TE[token], columns), 0.0
+        for place in range(pairs):
+            expert = columns[place]
+            load_E[expert] += 1
+            pairs_TR[token, expert // size] += 1
+            pairs_TN[token, expert // size // ranks_per_node] += 1
+            kept_T[token] += top_k_TE[token, expert]
+            held += np.float64(scores_TE[token, expert])
+        for rank in range(num_ranks):
+            copies_R[rank] += pairs_TR[token, rank] > 0
+        for node in range(num_nodes):
+            copies_N[node] += pairs_TN[token, node] > 0
+        for expert in range(num_experts):
+            chosen_T[token] += top_k_TE[token, expert]
+        pairs_T[token] = pairs
+        is_valid_T[token] = valid_T.size == 0 or valid_T[token]
+        if is_valid_T[token]:
+            num_valid_pairs += pairs
+            num_kept += kept_T[token]
+            num_rerouted += min(pairs, chosen_T[token]) - kept_T[token]
+            num_served += pairs > 0
+            mass += held
+
+    num_some = rank_S.size
+    load_SE, copies_SR, copies_SN = (
+        np.empty((num_some, num_experts), np.int64),
+        np.empty((num_some, num_ranks), np.int64),
+        np.empty((num_some, num_nodes), np.int64),
+    )
+    sums_4S, mass_S = np.empty((4, num_some), np.int64), np.full(num_some, mass)
+    for place in range(num_some):
+        rank = rank_S[place]
+        node = rank // ranks_per_node
+        load_SE[place], copies_SR[place], copies_SN[place] = load_E, copies_R, copies_N
+        sums_4S[0, place], sums_4S[1, place] = num_valid_pairs, num_kept
+        sums_4S[2, place], sums_4S[3, place] = num_rerouted, num_served
+        for token in range(num_tokens):
+            more = kept = 0
+            gained = 0.0
+            for expert in range(rank * size, (rank + 1) * size):
+                if map_TE[token, expert] != own_TE[token, expert]:
+                    step = 1 if own_TE[token, expert] else -1
+                    load_SE[place, expert] += step
+                    more += step
+                    kept += step * top_k_TE[token, expert]
+                    gained += step * np.float64(scores_TE[token, expert])
+            of_rank, of_node = pairs_TR[token, rank], pairs_TN[token, node]
+            copies_SR[place, rank] += (of_rank + more > 0) - (of_rank > 0)
+            copies_SN[place, node] += (of_node + more > 0) - (of_node > 0)
+            if is_valid_T[token]:
+                pairs, chosen = pairs_T[token], chosen_T[token]
+                sums_4S[0, place] += more
+                sums_4S[1, place] += kept
+                sums_4S[2, place] += min(pairs + more, chosen) - min(pairs, chosen) - kept
+                sums_4S[3, place] += (pairs + more > 0) - (pairs > 0)
+                mass_S[place] += gained
+    return load_SE, copies_SR, copies_SN, sums_4S[0], sums_4S[1], sums_4S[2], sums_4S[3], mass_S
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def score_sums(top_k_TE, scores_TE, valid_T):
     """Sums over valid tokens for ``metrics.ScoreMetrics``.

@@ -200,6 +200,11 @@ class ExpandedDrop(CapacityPolicy):
     def knows_rank(self) -> bool:
         return self.draws or self.scope == "local"
 
+    @property
+    def fills_experts_apart(self) -> bool:
+        takes_all = self.num_candidates is None and self.max_experts_per_token is None
+        return takes_all and self.scope == "local" and self.granularity == "expert" and not self.draws
+
     def further_experts(self, num_experts: int, context: RoutingContext) -> int:
         """Number of further experts that a token considers: on its own rank, or beyond its top-k anywhere."""
         most = num_experts - context.top_k if self.scope == "global" else num_experts // context.num_ranks

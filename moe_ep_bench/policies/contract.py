@@ -225,6 +225,11 @@ class Policy:
         """Whether the same tokens may be routed otherwise on another rank."""
         return True
 
+    @property
+    def fills_experts_apart(self) -> bool:
+        """Whether on another rank only pairs with its own experts differ, each as where all experts are its own."""
+        return False
+
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
 

@@ -221,7 +221,7 @@ class Router:
         point, (spare, plan, known) = self.point, key
 
         def planned() -> tuple[NDArray[np.int64], float]:
-            load_BE = [self.native_counts(other).sum(axis=0) for other in known]
+            load_BE = list(map(self.batches.loads, known))
             load_BE = np.array(load_BE, dtype=np.float64).reshape(-1, point.model.num_experts)
             sizes = {"num_ranks": point.ep_size, "spare_per_rank": spare}
             began = time.perf_counter()

@@ -228,6 +228,11 @@ class Batches:
             self._known[key] = make()
         return self._known[key]
 
+    def loads(self, batch: int) -> NDArray[np.float64] | NDArray[np.int64]:
+        """Pairs of each expert, or in relation to each other what a sample is matched to, which need not be drawn."""
+        matched_E = self._point.workload.matched_loads(batch)
+        return self.native_counts(batch).sum(axis=0) if matched_E is None else matched_E
+
     def native_counts(self, batch: int) -> NDArray[np.int64]:
         """Pairs of each rank's tokens and each expert under the model's own top-k, padding's too: int64 [R, E]."""
         if batch not in self._counts:

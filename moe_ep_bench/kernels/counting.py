@@ -28,20 +28,23 @@ def top_k_loads(noise_TE, bias_E, top_k, num_groups=1, top_groups=1, sharpness=1
     columns = np.arange(num_experts)
     keys = np.empty(num_experts, noise_TE.dtype)
     best_keys, best_columns, near_keys, near_columns = room_for(num_experts, noise_TE)
-    rest, values = np.empty_like(keys), np.empty(num_groups)
+    # Side by side stand the groups, which are worked on at once.
+    rest, values = np.empty((size, num_groups), noise_TE.dtype), np.empty(num_groups)
     tops = np.empty((counted, num_groups))
     for token in range(num_tokens):
         for expert in range(num_experts):
             keys[expert] = noise_TE[token, expert] + bias_E[expert]
         if num_groups > 1:
             tops[:] = -np.inf
-            rest[:] = keys
+            for group in range(num_groups):
+                for index in range(size):
+                    rest[index, group] = keys[group * size + index]
             for index in range(size):
                 for place in range(counted):  # Branches could not be predicted.
                     for group in range(num_groups):
-                        key, top = rest[index + group * size], tops[place, group]
+                        key, top = rest[index, group], tops[place, group]
                         tops[place, group] = key if key > top else top
-                        rest[index + group * size] = top if key > top else key
+                        rest[index, group] = top if key > top else key
             greatest = tops[0].max()
             for group in range(num_groups):
                 values[group] = 0.0

@@ -56,6 +56,13 @@ class HostSteps(Steps):
         _in_slices(num_rows, row_selection.best_per_row, _array(keys_RN), columns, count, _array(map_RN))
         return map_RN
 
+    def group_values(self, keys_TE: Tensor, num_groups: int, count: int) -> Tensor:
+        if count > 2 or keys_TE.dtype != torch.float32:  # Of more, torch may add in another order.
+            return super().group_values(keys_TE, num_groups, count)
+        value_TG = torch.empty(len(keys_TE), num_groups)
+        _in_slices(len(keys_TE), row_selection.group_values, _array(keys_TE), count, _array(value_TG))
+        return value_TG
+
     def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
         map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
         columns = np.arange(scores_TE.shape[1])

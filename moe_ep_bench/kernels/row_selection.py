@@ -32,6 +32,29 @@ def best_per_row(keys_RN, columns, count, map_RN, first, last):
 
 
 @njit(cache=True, nogil=True)
+def group_values(keys_TE, count, value_TG, first, last):
+    """Sum each group's one or two largest keys, of all groups at once: branches could not be predicted."""
+    num_groups = value_TG.shape[1]
+    size = keys_TE.shape[1] // num_groups
+    best_G, second_G = np.empty(num_groups, keys_TE.dtype), np.empty(num_groups, keys_TE.dtype)
+    keys_eG = np.empty((size, num_groups), keys_TE.dtype)
+    for token in range(first, last):
+        for group in range(num_groups):
+            for index in range(size):
+                keys_eG[index, group] = keys_TE[token, group * size + index]
+        best_G[:] = -np.inf
+        second_G[:] = -np.inf
+        for index in range(size):
+            for group in range(num_groups):
+                key, best = keys_eG[index, group], best_G[group]
+                lesser = best if key > best else key
+                best_G[group] = key if key > best else best
+                second_G[group] = lesser if lesser > second_G[group] else second_G[group]
+        for group in range(num_groups):
+            value_TG[token, group] = best_G[group] + (second_G[group] if count == 2 else np.float32(0.0))
+
+
+@njit(cache=True, nogil=True)
 def fewest_reaching(scores_TE, keys_TE, columns, count, share, map_TE, first, last):
     """Mark the best ``count`` by key, but no more than hold ``share`` of the row's sum."""
     num_experts = scores_TE.shape[1]

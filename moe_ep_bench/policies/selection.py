@@ -56,10 +56,9 @@ def _top_k(scores_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
 
 def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int, steps: Steps) -> Tensor:
     """Set experts outside a token's best groups to -inf (DeepSeek-V3, node-limited routing)."""
-    preference_TGe = preference_TE.unflatten(1, (num_groups, -1))
-    value_TG = preference_TGe.topk(top_k // top_groups, dim=-1).values.sum(dim=-1)
+    value_TG = steps.group_values(preference_TE, num_groups, top_k // top_groups)
     inside_TG = steps.best_per_row(value_TG, top_groups)
-    return preference_TGe.masked_fill(~inside_TG.unsqueeze(-1), -torch.inf).flatten(1)
+    return preference_TE.unflatten(1, (num_groups, -1)).masked_fill(~inside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def without_padding(map_TE: Tensor, context: RoutingContext) -> Tensor:

@@ -79,6 +79,10 @@ class Steps:
         room_R1 = count - above_RN.sum(dim=1, keepdim=True)
         return above_RN | (tied_RN & (tied_RN.cumsum(dim=1) <= room_R1))
 
+    def group_values(self, keys_TE: Tensor, num_groups: int, count: int) -> Tensor:
+        """Sums of the ``count`` largest keys of each group of neighbouring columns, added the largest first: [T, G]."""
+        return keys_TE.unflatten(1, (num_groups, -1)).topk(count, dim=-1).values.sum(dim=-1)
+
     def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
         """Mark each row's best ``count`` by key, but no more than hold ``share`` of the row's score sum.
 

@@ -111,6 +111,10 @@ class Workload(ABC):
         ``targets`` are what was asked for; native's routing says what came of it.
         """
 
+    def matched_loads(self, index: int) -> NDArray[np.float64] | None:
+        """Loads over the mean that a batch is matched to, float64 [E], and nothing is drawn for; None = to none."""
+        return None
+
     @functools.cached_property
     def selection(self) -> RoutingContext:
         """The model's own top-k."""

@@ -373,11 +373,25 @@ class SyntheticWorkload(Workload):
         )
         return strength * self._popularity
 
-    def _loads(self, noise: Chunks, bias_E: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
-        """Loads over the mean, float64 [E]: counted under some noise, or expected where there is a closed form."""
-        if self.batch_peak_load is None and self.num_groups is None:
+    def _loads(self, noise: Chunks | None, bias_E: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
+        """Loads over the mean, float64 [E]: counted under some noise, or expected where there is a closed form.
+
+        Args:
+            noise: None = that of the recipe of batch 0, which is not drawn again for what was counted before.
+        """
+        if self.batch_peak_load is not None:
+            return self._counted(noise or self._solved_noise(0, self._copying), bias_E, sharpness)
+        if self.num_groups is None:
             return long_run_loads(bias_E, self.top_k)
-        return self._counted(noise, bias_E, sharpness)
+        key = (bias_E + 0.0).tobytes(), sharpness  # -0.0 is 0.0
+        if key not in self._counted_loads:
+            self._counted_loads[key] = self._counted(noise or self._solved_noise(0, 0.0), bias_E, sharpness)
+        return self._counted_loads[key]
+
+    @cached_property
+    def _counted_loads(self) -> dict[tuple[bytes, float], NDArray[np.float64]]:
+        """Of the reference draw."""
+        return {}
 
     def _counted(self, noise: Chunks, bias_E: NDArray[np.float64], sharpness: float) -> NDArray[np.float64]:
         load_E = expert_loads(noise, bias_E, self.selection, sharpness)
@@ -387,7 +401,7 @@ class SyntheticWorkload(Workload):
     def _drawn_loads(self) -> NDArray[np.float64]:
         """Loads over the mean that batch 0's recipe gives the experts as drawn: float64 [E]."""
         recipe = self._recipe(0)
-        return self._loads(self._solved_noise(0, self._copying), recipe.bias_E, recipe.sharpness)
+        return self._loads(None, recipe.bias_E, recipe.sharpness)
 
     def _matched(self, index: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Log odds of the experts as drawn, float64 [H, E], and the half of each token, int64 [T]: one where none is
@@ -403,16 +417,26 @@ class SyntheticWorkload(Workload):
         rule = {"sequence_length": self.sequence_length, "copying": self._copying}
         runs = [Run(0, self.num_tokens)]
         noise_TE = np.concatenate(list(gumbel_noise(self.seed, index, runs, self.num_experts, **rule)))
-        random, bias_HE = generator(self.seed, Stream.MATCHED, index), []
-        for half in range(2):
+        bias_HE = []
+        for half, wanted_E in enumerate(self._wanted_of_halves(index, of)):
             here_TE = noise_TE[self._halves_of(index) == half]
             noise = np.array_split(here_TE, -(-here_TE.size // _SOLVED_AT_ONCE))
-            chance_E = random.normal(size=self.num_experts) / np.sqrt(of.num_tokens / 2 / most * self._long_run_loads)
-            wanted_E = self._long_run_loads * np.maximum(1 + chance_E, 0)
             loads = partial(self._counted, noise, sharpness=recipe.sharpness)
             given = len(here_TE), recipe.bias_E, _MATCHING_ROUNDS
-            bias_HE.append(solving.solve_loads(loads, wanted_E / wanted_E.mean(), most, *given))
+            bias_HE.append(solving.solve_loads(loads, wanted_E, most, *given))
         return np.array(bias_HE)
+
+    def _wanted_of_halves(self, index: int, of: Matched) -> NDArray[np.float64]:
+        """Loads over the mean that chance gives the experts as drawn in each half of all tokens: float64 [H, E]."""
+        random, most = generator(self.seed, Stream.MATCHED, index), self.num_experts / self.top_k
+        spread_E = np.sqrt(of.num_tokens / 2 / most * self._long_run_loads)
+        wanted_HE = self._long_run_loads * np.maximum(1 + random.normal(size=(2, self.num_experts)) / spread_E, 0)
+        return wanted_HE / wanted_HE.mean(axis=1, keepdims=True)
+
+    def matched_loads(self, index: int) -> NDArray[np.float64] | None:
+        if self.matched is None or self.is_balanced or self.batch_peak_load is not None:
+            return None
+        return self._wanted_of_halves(index, self.matched).mean(axis=0)[self._places(index)]
 
     @cached_property
     def _halves(self) -> dict[int, NDArray[np.float64]]:
@@ -425,8 +449,7 @@ class SyntheticWorkload(Workload):
         load_E = self._drawn_loads
         if self._wanted_loads is None and self.num_groups is not None:
             # Those of a reference draw have its own unevenness.
-            noise, sharpness = self._solved_noise(0, self._copying), self._recipe(0).sharpness
-            load_E = load_E - self._loads(noise, np.zeros(self.num_experts), sharpness) + 1
+            load_E = load_E - self._loads(None, np.zeros(self.num_experts), self._recipe(0).sharpness) + 1
         load_E = np.maximum(load_E, _COLDEST)
         return load_E / load_E.mean()
 

@@ -32,9 +32,12 @@ from moe_ep_bench.analysis.advice import Growth, advice_lines, growth_words, rea
 from moe_ep_bench.analysis.advise import advice_text, advise, write_answer
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.page import page_of
-from moe_ep_bench.analysis.picks import OUT_OF_BOUNDS, against, candidates, choice
+from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, against, candidates, choice
+from moe_ep_bench.analysis.turns import probed
 from moe_ep_bench.bench.advise_config import Bounds, Question, ask
+from moe_ep_bench.bench.commands import emulate
 from moe_ep_bench.bench.description import rest_of
+from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.config import Experiment, label_of
 from moe_ep_bench.cost_model.expert_rows import load_device
@@ -779,6 +782,38 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
         if line.startswith("Where it turns, by one draw or layer and its closest rivals: ")
     )
     assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
+
+
+def test_a_probed_point_has_the_candidates_that_its_files_would_say(tmp_path: Path) -> None:
+    """Two batches, and bounds that some candidates are beyond."""
+    config = tmp_path / "probed.yaml"
+    policies = [
+        {"name": "token_drop", "capacity_factor": [0.05, 1.0, 1.5]},
+        {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": 16},
+        {"name": "topk"},
+    ]
+    content = {
+        "name": "probed",
+        "model": {"preset": "olmoe-1b-7b"},
+        "workload": {"kind": "synthetic", "num_tokens": 512, "num_batches": 2, "seed": 1, "peak_load": 4},
+        "layer": {"ep_size": 4},
+        "policies": policies,
+        "emulate": {"device": "h100-sxm", "links": "h100-nvlink4", "replication": [{"spare_per_rank": 1}]},
+    }
+    config.write_text(yaml.safe_dump(content))
+    bounds = Bounds(0.2, 0.9)
+    (point,) = plan(config, [], VIRTUAL, on_cpu=True)
+    assert emulate([point], tmp_path / "out") == OK
+    expected = candidates(load_timed(tmp_path / "out"), bounds).set_index("label")
+    got = probed(point, bounds).set_index("label")
+    assert set(got.index) == set(expected.index)
+    assert len(got) == 4
+    expected = expected.loc[got.index]
+    assert got["standing"].isin(BARRED).tolist() == expected["standing"].isin(BARRED).tolist()
+    assert set(got["standing"].dropna()) == {OUT_OF_BOUNDS}
+    assert got["costs"].tolist() == expected["costs"].tolist()
+    for name in ("speedup_median", "speedup_low", "speedup_high", "kept"):
+        assert got[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-9), name
 
 
 def test_any_two_candidates_have_a_verdict_paired_with_its_interval(tmp_path: Path) -> None:

@@ -12,22 +12,24 @@ is the same on any machine.
 from __future__ import annotations
 
 import contextlib
-import io
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.advice import Advice, Answer, Side, Turn
-from moe_ep_bench.analysis.cases import load_timed, timings
-from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, candidates, choice
+from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, Advice, Answer, Side, Turn, costs_answers
+from moe_ep_bench.analysis.cases import timings
+from moe_ep_bench.analysis.notes import MOST_DROPPED
+from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, candidates, choice
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question, routed_tokens
-from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.description import fit_of
+from moe_ep_bench.bench.point import BASELINE, NATIVE, POLICY, REPLICATION, Point
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import ALL
+from moe_ep_bench.metrics import mass_kept
+from moe_ep_bench.schema import ALL, TOTAL
 
 PEAK_LOADS, EP_SIZE, TOKENS = ("workload.peak_load", "workload.batch_peak_load"), "layer.ep_size", "workload.num_tokens"
 # Scores (tokens times experts) of a batch that are routed where tokens stand for others, and at most.
@@ -40,6 +42,8 @@ _PARTS = 8
 _EP_SIZES, _TOKENS = (1 / 4, 1 / 2, 1, 2, 4), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 # Candidates within the bounds that are asked about, and the fastest beyond them.
 _NUM_RIVALS = 3
+_SPEEDUPS = ("speedup_median", "speedup_low", "speedup_high")
+_PAIRS = ("num_topk_pairs", "num_dropped_pairs", "num_rerouted_pairs")
 # Every so many values, from the question's own on, are asked first.
 _STRIDE = 4
 
@@ -208,19 +212,65 @@ class _Solver:
         return self.points[key, value]
 
     def _ask(self, asked: Iterable[tuple[str, Sequence[float]]]) -> None:
-        """Find what is picked at values; points are modelled in a directory that is then thrown away."""
-        from moe_ep_bench.bench.commands import emulate  # needs torch
+        """Find what is picked at values; one whose traffic cannot be had has no pick of its own."""
+        for place in [(key, value) for key, values in asked for value in values]:
+            if (point := self._at(*place)) is not None:
+                with contextlib.suppress(UserError):
+                    self.picks[place] = choice(probed(point, self.bounds), self.pick)
 
-        places = [(key, value) for key, values in asked for value in values]
-        points = {place: point for place in places if (point := self._at(*place)) is not None}
-        if not points:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            with contextlib.redirect_stderr(io.StringIO()):
-                emulate(list(points.values()), Path(folder, "turns"))
-            rows = candidates(load_timed(Path(folder, "turns")), self.bounds)
-        for place, point in points.items():
-            self.picks[place] = choice(rows[rows["comparison_id"] == point.comparison_id], self.pick)
+
+def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
+    """Candidates of a modelled point, each a row with what ``picks.choice`` looks at; nothing is written.
+
+    Columns as of ``picks.candidates``, whose way over files takes a tenth of a second for each point.
+
+    Raises:
+        UserError: the point's traffic cannot be had.
+    """
+    import torch  # which reading an answer does without
+
+    from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+    from moe_ep_bench.bench.measure import measure_point
+    from moe_ep_bench.timing.protocol import PLAIN
+
+    ranks = ModelledRanks(point, point.cases, torch.device("cpu"), lambda _: None)
+    with torch.inference_mode():
+        result = measure_point(ranks, ranks.begin)
+    total, plain = result.columns[TOTAL], [place for step, place in result.steps.items() if step.kind == PLAIN]
+    time_us = {case_id: times_RSC[:, plain, total].max(axis=0) for case_id, times_RSC in result.times.items()}
+    native, fit, rows = next(case for case in point.cases if case.role == BASELINE), fit_of(point), []
+    for case in point.cases:
+        if case.role not in (POLICY, REPLICATION) or case.policy == NATIVE:
+            continue
+        speedup_S, costs = time_us[native.case_id] / time_us[case.case_id], _costs(result.rows[case.case_id])
+        is_out = costs["dropped_share"] > bounds.max_dropped + ROUNDING
+        is_out |= costs["retained_mass"] < bounds.min_retained - ROUNDING
+        is_unfit = fit is not None and not fit.holds(point.extra_bytes_per_rank(case) or 0)
+        if costs["dropped_share"] <= MOST_DROPPED:
+            rows.append(
+                {
+                    "label": case.label,
+                    "standing": UNFIT if is_unfit else OUT_OF_BOUNDS if is_out else None,
+                    "speedup_median": float(np.median(speedup_S)),
+                    "speedup_low": speedup_S.min(),
+                    "speedup_high": speedup_S.max(),
+                    "kept": round(min(costs["retained_mass"], 1.0), DIGITS),
+                    "costs": costs_answers(costs["missing_share"], costs["retained_mass"]),
+                }
+            )
+    return pd.DataFrame(rows, columns=["label", "standing", *_SPEEDUPS, "kept", "costs"])
+
+
+def _costs(rows: Sequence[Mapping[str, Any]]) -> pd.Series:
+    """What ranks' rows of a case come to, mean over batches, then layers (``reduce.routing_means``)."""
+    names = ["layer", "batch", "num_tokens", "topk_share", "retained_mass_topk", *_PAIRS]
+    routing = pd.DataFrame([[row[name] for name in names] for row in rows], columns=names)
+    units = routing.groupby(["layer", "batch"], dropna=False)
+    pairs, unit_N = units[list(_PAIRS)].sum(), units.ngroup()
+    missing = pairs["num_dropped_pairs"] + pairs["num_rerouted_pairs"]
+    shares = {"dropped_share": pairs["num_dropped_pairs"] / pairs["num_topk_pairs"]}
+    shares |= {"missing_share": missing / pairs["num_topk_pairs"], "retained_mass": mass_kept(routing, unit_N)}
+    return pairs.assign(**shares)[list(shares)].groupby("layer", dropna=False).mean().mean()
 
 
 def _value(point: Point, key: str) -> float | None:

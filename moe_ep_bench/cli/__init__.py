@@ -7,6 +7,7 @@ commands: help waits for none.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from moe_ep_bench.errors import CASES_FAILED, LOST, OK, USER_ERROR, UserError, c
 from moe_ep_bench.runtime.sharing import NCCL, STAGED, Sharing
 from moe_ep_bench.runtime.torchrun import become_rank, is_launched, local_ranks, num_nodes, take_cpu
 
+# Objects by which a collection is put off: imports and frames make millions, of which hardly any are garbage.
+_COLLECT_AFTER = 100_000
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 _MOST_CHARACTERS = 4000  # of an error's line, which may list all columns; values in it are cut much earlier
@@ -35,6 +38,7 @@ _UNWRITABLE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
+    gc.set_threshold(_COLLECT_AFTER)
     options = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.command is None:
         make_parser().print_help(sys.stderr)

@@ -162,7 +162,7 @@ def test_matched_loads_are_those_of_the_traffic_in_each_half_of_a_ranks_tokens(t
 
 
 def test_a_plan_knows_of_a_matched_batch_what_its_tokens_would_have_said(tmp_path: Path) -> None:
-    """To what solving leaves, without drawing any."""
+    """To less than half of what chance would leave, without drawing any."""
     point = planned(tmp_path, *SOURCES, "model={num_experts: 64, top_k: 8, hidden_size: 64, ffn_hidden_size: 64}")
     grouped = planned(tmp_path, *SOURCES, "model.preset=deepseek-v3", "layer.dtype=bfloat16")
     for of in (point, grouped):
@@ -172,7 +172,7 @@ def test_a_plan_knows_of_a_matched_batch_what_its_tokens_would_have_said(tmp_pat
             assert not batches._counts
             counts_E = batches.native_counts(batch)[: of.num_sources].sum(axis=0)
             batches._counts.clear()
-            assert load_E * counts_E.mean() == pytest.approx(counts_E, rel=0.03, abs=5)
+            assert (load_E * counts_E.mean() / counts_E - 1).std() < 0.5 / np.sqrt(counts_E.mean())
 
 
 @pytest.mark.parametrize("overlap", ["none", "two_batch"])

@@ -40,6 +40,12 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: moe-ep-bench {command}" in capsys.readouterr().out
 
 
+def test_help_says_what_holds_without_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", "--help"])
+    assert "--repetitions N repetitions of each message (20)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_there_are_no_other_commands() -> None:
     assert {name.split()[0] for name in cli.COMMANDS} == set(COMMANDS)
 

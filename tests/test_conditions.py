@@ -73,6 +73,7 @@ def test_a_condition_chooses_the_rows_that_pandas_query_chooses(condition: str) 
         ("mixed > 1", [False, True, False]),
         ("flag", [True, False, False]),
         ("flag == false", [False, False, True]),
+        ("flag == true", [True, False, False]),
         ("", [True, True, True]),
     ],
 )

@@ -286,6 +286,10 @@ def test_laser_compares_scores_and_shares_in_float64(share: float, form: Form) -
     # Of expert 0 and others: above t_fix of the best, or not.
     scores_TE = torch.tensor([[1.0, value, 0.01, 0.02] for value in around for _ in range(3)])
     assert_routes_like_torch(form, {**LASER, "eps_high": 1, "t_fix": share, "c": 4}, scores_TE, top_k=1)
+    # A top-k that holds eps_high itself of its row stays, however full its expert is.
+    equal_TE = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 3)
+    routing = assert_routes_like_torch(form, {**LASER, "eps_high": 0.5, "t_fix": 0.5, "c": 4}, equal_TE, top_k=1)
+    assert routing.map_TE[:, 0].all()
     # A top-k that holds just about eps_high of a row sum of 1: half a row's last bit decides.
     rest = (1.0 - around.double()).float()
     lefts = rest, torch.nextafter(rest, torch.ones(3)), torch.nextafter(rest, -torch.ones(3))

@@ -8,6 +8,7 @@ import torch
 from policy_cases import Arguments, Spec, distinct_scores, route, selected
 
 from moe_ep_bench.kernels.counting import top_k_loads
+from moe_ep_bench.policies.steps import score_bins
 
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 99}
@@ -92,6 +93,11 @@ def test_a_rule_chooses_what_one_finds_by_hand(
 
 
 EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
+
+
+def test_scores_are_binned_by_eighths_of_the_octaves_from_two_to_the_minus_16_to_one() -> None:
+    scores = [0.0, 2**-17, 2**-16, 1.125 * 2**-16, 2**-15, 0.5, 0.5625, 0.999, 1.0, 3.0]
+    assert score_bins(torch.tensor([scores])).tolist() == [[0, 0, 0, 1, 8, 120, 121, 127, 127, 127]]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import yaml
 from refusals import refusal
 from results_builder import label_in
 
-from moe_ep_bench.analysis.cases import cases
+from moe_ep_bench.analysis.cases import cases, comparisons
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.figures import FIGURES
@@ -584,6 +584,7 @@ def test_a_running_server_is_asked_and_left_alone(tmp_path: Path, capsys: pytest
     assert len({prompt for prompt, _ in pairs}) == 3 + 2 * 3 + 2
     assert list(rows_in(tmp_path)) == ["native", "native again"]
     assert f"one server, at {one.url}" in (main(["show", str(tmp_path / "out")]), capsys.readouterr().out)[1]
+    assert comparisons(load(tmp_path / "out"))["ran_on"].tolist() == [one.url]
     assert noted(tmp_path, "start") == []
 
 

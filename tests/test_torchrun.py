@@ -16,7 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from moe_ep_bench.errors import CASES_FAILED, CLOSED, LOST, OK
-from moe_ep_bench.runtime.torchrun import asked_to_close, launched_plan, leave_status, torchrun
+from moe_ep_bench.runtime import torchrun as torchrun_module
+from moe_ep_bench.runtime.torchrun import asked_to_close, launched_plan, leave_status, local_ranks, torchrun
 
 FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
 
@@ -149,3 +150,13 @@ def test_a_rank_waits_for_nothing_at_its_end_and_all_that_it_said_arrives() -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     assert done.returncode == OK, done.stderr
     assert done.stdout == "0\n"
+
+
+def test_where_the_driver_lists_no_gpu_ranks_are_of_cores_and_torch_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(torchrun_module, "_seen_gpus", lambda: "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    assert local_ranks(None) == 3
+    assert "torch" not in sys.modules

@@ -24,14 +24,15 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import Job, Pairs, RunFacts
 from moe_ep_bench.files import atomic_path, make_folder, read_json, write_json
 from moe_ep_bench.schema import SCHEMA_VERSION, TABLES
@@ -43,16 +44,42 @@ _GROUP_ROWS = 2**20
 PATIENCE_S = 5.0
 
 
-def check_version(path: Path, content: object) -> None:
-    """Refuse what ``run.json`` holds where another version wrote it.
+_Type = TypeVar("_Type", bound=BaseModel)
 
-    Raises:
-        UserError: one line that names the file.
-    """
+
+class ResultsError(UserError):
+    """A results directory, or a file of one, that cannot be read."""
+
+
+def typed(model: type[_Type], where: str, content: Any) -> _Type:
+    """Content as its type; ResultsError names the first key that is otherwise, behind ``where``."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "damaged"
+        raise ResultsError(f"{where}{brief(key, 200, quoted=False)}: {problem_words(first)}") from None
+
+
+def read_document(path: Path, model: type[_Type]) -> _Type:
+    """A JSON document of a results directory; ResultsError where it is missing, damaged or of another version."""
+    return typed(model, f"{path}: ", _content_of(path, model))
+
+
+def _content_of(path: Path, model: type[BaseModel]) -> Any:
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ResultsError(f"{path}: missing; expected a results directory that `moe-ep-bench` wrote") from None
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ResultsError(str(error)) from None
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
+    if model is RunFacts and version != SCHEMA_VERSION:
         hint = "another version of this program wrote it: use that one, or measure again in another directory"
-        raise UserError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
+        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
+    return content
 
 
 class RunDirectory:
@@ -86,21 +113,12 @@ class RunDirectory:
         """What ``run.json`` says, where there is one already.
 
         Raises:
-            ValueError: it is damaged, or of another version; one line that names it.
+            ResultsError: it is damaged, or of another version; one line that names it.
         """
-        path = self.run_json
-        if not path.exists():
+        if not self.run_json.exists():
             return None
-        damaged = f"{path}: damaged, or not written by this program"
-        try:
-            content = read_json(path)
-        except (OSError, ValueError):
-            raise UserError(damaged) from None
-        check_version(path, content)
-        try:
-            RunFacts.model_validate(content)
-        except ValueError:
-            raise UserError(damaged) from None
+        content = _content_of(self.run_json, RunFacts)
+        typed(RunFacts, f"{self.run_json}: ", content)
         return content
 
     def check_agreement(self, now: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.errors import OK
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies.contract import params_of
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
@@ -210,7 +211,9 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
         *(RebalanceConfig(name="llep", solve_us=us) for us in (0, 7)),
         WaterfillConfig(name="waterfill"),
     ]
-    assert len({label_of(way) for way in ways}) == len({(way.name, json.dumps(way.params())) for way in ways})
+    assert len({label_of(way) for way in ways}) == len(
+        {(way.name, json.dumps(params_of(way.settings()))) for way in ways}
+    )
     rows = [{"policy": way.name, "settings": way.settings(), "role": "replication"} for way in ways]
     assert short_labels(pd.DataFrame(rows)).nunique() == len(ways)
 

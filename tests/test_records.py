@@ -347,8 +347,8 @@ def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("{", "damaged, or not written by this program"),
-        (f'{{"schema_version": {SCHEMA_VERSION}, "mode": "run"}}', "damaged, or not written by this program"),
+        ("{", "expected JSON, got .{. "),
+        (f'{{"schema_version": {SCHEMA_VERSION}, "mode": "run"}}', "run_id: Field required"),
         ("[]", f"schema_version: expected {SCHEMA_VERSION}, got None; another version of this program wrote it"),
         ('{"schema_version": 5, "mode": "run"}', f"schema_version: expected {SCHEMA_VERSION}, got 5; another version"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,12 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_v
 from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
-from moe_ep_bench.analysis.store import read_document
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, has_assumed_traffic
 from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, peak_words, rest_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.results import ResultsError, read_document
 
 ADVICE = "advice.json"
 # Shares are sums of float32.
@@ -304,6 +304,17 @@ def read_advice(directory: Path) -> Advice | None:
     """
     path = directory / ADVICE
     return read_document(path, Advice) if path.is_file() else None
+
+
+def read_advices(directories: Iterable[Path], passed_over: list[str]) -> list[Advice]:
+    """The answers beside results; ``passed_over`` gets a line for each that is damaged."""
+    advised = []
+    for directory in directories:
+        try:
+            advised += filter(None, [read_advice(directory)])
+        except ResultsError as error:
+            passed_over.append(str(error))
+    return advised
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slo
 
 from moe_ep_bench.analysis.cases import of_each, params_json, values_of
 from moe_ep_bench.analysis.columns import LOST, Row, labels, short_labels
+from moe_ep_bench.analysis.reduce import over_layers
 from moe_ep_bench.analysis.store import MISSING, Directory, Store
 from moe_ep_bench.facts import JudgedFacts
 from moe_ep_bench.papers import orderings
@@ -185,14 +186,11 @@ def text_costs(answers: Answers) -> pd.DataFrame:
 
 def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     """Means over batches, then over layers; by case, with the phase."""
-    case = ["case_id", "phase"]
     routing = routing.rename(columns=_IMBALANCES)
     computed = routing["num_pairs"] / routing["num_topk_pairs"]
     routing = routing.assign(missing_share=routing[MISSING] / routing["num_topk_pairs"])
-    is_unknown = routing["dropped_share"].isna().groupby([routing[key] for key in case]).any()
-    by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
-    means = by_layer[[*_ROUTED, "fullest_rank"]].mean().groupby(case).mean()
-    means.loc[is_unknown, ["dropped_share", "rerouted_share"]] = np.nan  # a mean over the others would be none
+    routing = routing.assign(fullest_rank=routing["rank_imbalance"] * computed)
+    means = over_layers(routing, ["case_id", "phase"], [*_ROUTED, "fullest_rank"], "dropped_share")
     return means.reset_index("phase")
 
 

@@ -16,7 +16,7 @@ whichever columns a directory has: NaN among numbers, None among all else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from moe_ep_bench.analysis.columns import COSTS
+from moe_ep_bench.analysis.columns import COSTS, ends
 from moe_ep_bench.analysis.reduce import (
     GROUPS,
     PASS_PARTS,
@@ -43,7 +43,7 @@ from moe_ep_bench.analysis.reduce import (
     with_frontier,
 )
 from moe_ep_bench.analysis.served import QUANTITIES, agreement, lengths, quantiles, request_times
-from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, ResultsError, Store, load
+from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, Store, load, ordered
 from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, ServedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
     case_label,
@@ -59,6 +59,7 @@ from moe_ep_bench.facts.words import (
     traffic_words,
     workload_words,
 )
+from moe_ep_bench.results import ResultsError
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REHEARSAL, REST, SM_CLOCK, TOTAL
 from moe_ep_bench.timing.statistics import (
     LEAST_MODELLED,
@@ -78,8 +79,7 @@ ESTIMATE = ("median", "low", "high", "is_interval")
 # Of what nothing was timed they are null.
 _TIMED = (
     *("median_ms", "p90_ms", "p99_ms", "slowest_group_ms"),
-    *(f"speedup_{end}" for end in ESTIMATE),
-    *(f"over_topk_{end}" for end in ESTIMATE),
+    *ends("speedup", "over_topk", of=ESTIMATE),
     *("floor_low", "floor_high", "verdict", "detectable"),
 )
 # Reading order: policies of the capacity-aware paper first, then by name.
@@ -266,17 +266,8 @@ def _reading_order(facts: CaseFacts) -> tuple:
     """By role and policy, then by values as numbers: ``c=6`` stands before ``c=10``."""
     params = facts.policy_params
     first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
-    values = [(key, _ordered(value)) for key, value in sorted(params.items()) if key != FACTOR and value is not None]
+    values = [(key, ordered(value)) for key, value in sorted(params.items()) if key != FACTOR and value is not None]
     return _ROLE_ORDER.index(facts.role), first, facts.policy, values, params.get(FACTOR) or 0.0
-
-
-def _ordered(value: Any) -> tuple[int, Any]:
-    """A key that orders JSON values of any types: numbers, lists, then words."""
-    if isinstance(value, int | float):
-        return 0, value
-    if isinstance(value, list):
-        return 1, [_ordered(one) for one in value]
-    return 2, value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def values_of(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:
@@ -312,7 +303,8 @@ def _times(store: Directory) -> pd.DataFrame:
     is_bound = times_us["host_us"] >= times_us["time_us"]
     beside = store.samples.set_index(["case", "rank"])[[HOST_BUSY, SM_CLOCK]].astype(float).dropna(how="all")
     of_rank = beside.groupby(level=["case", "rank"]).median().groupby(level="case")
-    several = _num_groups(store).loc[times_us.index.get_level_values("case")].to_numpy() > 1
+    num_groups = _listed(store)["comparison"].map(lambda one: getattr(one.facts, "num_replicas", 1), "ignore")
+    several = num_groups.loc[times_us.index.get_level_values("case")].to_numpy() > 1
     slowest_group_us = times_us["slowest_group_us"].where(several)
     return ends.assign(
         slowest_group_ms=slowest_group_us.groupby(level="case").median() / 1e3,
@@ -321,11 +313,6 @@ def _times(store: Directory) -> pd.DataFrame:
         host_busy_ms=of_rank[HOST_BUSY].max() / 1e3,
         sm_clock_mhz=of_rank[SM_CLOCK].min(),
     )
-
-
-def _num_groups(store: Directory) -> pd.Series:
-    """EP groups by case."""
-    return _listed(store)["comparison"].map(lambda one: getattr(one.facts, "num_replicas", 1), "ignore")
 
 
 def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[Hashable, Estimate | None]:
@@ -341,13 +328,9 @@ def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[Hashable, Estimate
     }
 
 
-def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
-    """Speedups over native and topk, and verdicts on the first, given the noise floor."""
-    times_us, found = _whole_times(store)["time_us"], {}
-    speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
-    # A whole request takes as long as its answer is: others' lengths decide nothing.
-    of_lengths = lengths(store.requests, rows["native"]) if len(store.requests) else pd.DataFrame()
-    unlike = set(of_lengths.index[of_lengths["other_length_share"] > 0]) if len(of_lengths) else set()
+def _judged(times_us: pd.Series, rows: pd.DataFrame, unlike: Collection[Hashable] = ()) -> pd.DataFrame:
+    """Speedups over native, the noise floor, and verdicts on policies but for cases that are ``unlike`` native."""
+    speedups, found = _estimates(times_us, rows["native"]), {}
     for case, row in rows.iterrows():
         facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
         modelled, is_shared = getattr(facts, "device", None) is not None, getattr(facts, "oversubscribed", False)
@@ -355,15 +338,30 @@ def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
         verdict = judge(None if case in unlike else speedup, floor, is_modelled=modelled, is_oversubscribed=is_shared)
         found[case] = {
             **values_of("speedup_", speedup, ESTIMATE),
-            **values_of("over_topk_", over_topk[case], ESTIMATE),
             **values_of("floor_", floor, ("low", "high")),
-            "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
+            "verdict": verdict if row["status"] == "ok" and row["role"] not in _ROLE_VERDICTS else None,
             "detectable": minimum_detectable_effect(speedup, floor, is_modelled=modelled)
             if speedup and floor
             else None,
         }
-    numbers = [name for name in _TIMED[4:] if not name.endswith(("is_interval", "verdict"))]
-    return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))
+    return _as_numbers(pd.DataFrame.from_dict(found, orient="index"))
+
+
+def _as_numbers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Numbers and nulls as numbers; of a column of nulls alone pandas cannot know."""
+    return rows.astype({name: float for name in rows if not str(name).endswith(("is_interval", "verdict"))})
+
+
+def _speedups(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
+    """Speedups over native and topk, and verdicts on the first, given the noise floor."""
+    times_us = _whole_times(store)["time_us"]
+    # A whole request takes as long as its answer is: others' lengths decide nothing.
+    of_lengths = lengths(store.requests, rows["native"]) if len(store.requests) else pd.DataFrame()
+    unlike = set(of_lengths.index[of_lengths["other_length_share"] > 0]) if len(of_lengths) else set()
+    over_topk = [values_of("over_topk_", one, ESTIMATE) for one in _estimates(times_us, rows["topk"]).values()]
+    judged = _judged(times_us, rows, unlike).join(_as_numbers(pd.DataFrame(over_topk, rows.index)))
+    words = rows["role"].map(_ROLE_VERDICTS).where(rows["status"] == "ok", None)
+    return judged.assign(verdict=judged["verdict"].fillna(words))[list(_TIMED[4:])]
 
 
 def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
@@ -375,21 +373,9 @@ def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     times_us = _request_times(store)
     found = [quantiles(times_us), agreement(store.requests, rows["native"]), lengths(store.requests, rows["native"])]
     for name, column in QUANTITIES.items():
-        speedups, judged = _estimates(times_us[column].dropna(), rows["native"]), {}
-        for case, row in rows.iterrows():
-            same_again = speedups.get(row["noise"])
-            floor = noise_floor(same_again) if same_again else None
-            verdict = judge(speedups[case], floor)
-            is_judged = row["status"] == "ok" and row["role"] not in _ROLE_VERDICTS
-            judged[case] = values_of(f"{name}_speedup_", speedups[case], ESTIMATE)
-            judged[case] |= values_of(f"{name}_floor_", floor, ("low", "high"))
-            judged[case] |= {f"{name}_verdict": verdict if is_judged else None}
-        numbers = [f"{name}_speedup_{end}" for end in ESTIMATE[:-1]] + [
-            f"{name}_floor_{end}" for end in ("low", "high")
-        ]
-        found.append(pd.DataFrame.from_dict(judged, orient="index").astype(dict.fromkeys(numbers, float)))
+        found.append(_judged(times_us[column].dropna(), rows).drop(columns="detectable").add_prefix(f"{name}_"))
     first, *others = found
-    return first.join([*others], how="outer").reindex(rows.index)
+    return first.join(others, how="outer").reindex(rows.index)
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -414,14 +400,13 @@ def _models(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     slowest_us = on_slowest(times_us, rows["ep_size"])
     moe_us, native = moe_times(slowest_us), rows["native"]
     share = moe_us.groupby(level="case").sum() / slowest_us[TOTAL].groupby(level="case").sum()
-    speedups = pd.DataFrame(
-        [values_of("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
-    )
+    speedups = [values_of("moe_speedup_", one, ESTIMATE) for one in _estimates(moe_us, native).values()]
+    speedups = _as_numbers(pd.DataFrame(speedups, rows.index))
     native_share = native.map(share)
     return speedups.assign(
         moe_ms=moe_us.groupby(level="case").median() / 1e3,
         moe_share=share,
-        by_amdahl=1 / (1 - native_share + native_share / speedups["moe_speedup_median"].astype(float)),
+        by_amdahl=1 / (1 - native_share + native_share / speedups["moe_speedup_median"]),
         most_by_amdahl=(1 / (1 - native_share)).where(share.notna()),
         policy_ms=slowest_us["policy"].groupby(level="case").median() / 1e3,
     ).join(mean_ms(times_us, PASS_PARTS).add_prefix("mean_rank_").add_suffix("_ms"))

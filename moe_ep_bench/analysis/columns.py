@@ -112,6 +112,11 @@ def percentage(name: str, header: str, form: str | Callable[[float], str] = "{:.
     return Column(name, header, "%", form, 100, **more)
 
 
+def ends(*names: str, of: Sequence[str] = ("median", "low", "high")) -> tuple[str, ...]:
+    """Columns of the ends of intervals: ``<name>_<end>``."""
+    return tuple(f"{name}_{end}" for name in names for end in of)
+
+
 def plain(value: float) -> str:
     """A number of a column without a form: whole, or with four digits."""
     return f"{value:.0f}" if value == round(value) else f"{value:.4g}"

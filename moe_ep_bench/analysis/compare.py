@@ -35,6 +35,7 @@ from moe_ep_bench.analysis.columns import (
     Column,
     Row,
     Table,
+    ends,
     interval,
     lost_columns,
     milliseconds,
@@ -45,11 +46,11 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
-from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, jobs, read_document
+from moe_ep_bench.analysis.store import ITERATION, Store, jobs
 from moe_ep_bench.facts import NOT_EXECUTED, Pairs, TimedFacts
 from moe_ep_bench.facts.words import describe_links, device_words
 from moe_ep_bench.files import write_text
-from moe_ep_bench.results import ValidationDirectory
+from moe_ep_bench.results import ResultsError, ValidationDirectory, read_document
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
@@ -341,7 +342,7 @@ def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[str]:
 
 # ---- validate --------------------------------------------------------------------------------------------------------
 
-_SPEEDUP = [f"speedup_{end}" for end in ESTIMATE]
+_SPEEDUP = ends("speedup", of=ESTIMATE)
 _RANKS = Sides(
     runs={"real": "the real run", "emulated": "the emulated run"},
     key=["comparison", "role", "policy", "policy_params", "quantity"],  # ids differ: they say how it was measured

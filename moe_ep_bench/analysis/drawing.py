@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import COMPARISON, FACTOR, cases
-from moe_ep_bench.analysis.columns import COLUMNS, COSTS, SERVED, labels
+from moe_ep_bench.analysis.columns import COLUMNS, COSTS, SERVED, ends, labels
 from moe_ep_bench.analysis.marks import Panel, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.served import QUANTITIES
@@ -34,10 +34,9 @@ _MOST_LINES = 10
 _MOST_NAMED = 12  # of what is left out
 # By so much a breakdown iteration may be longer than a plain one before a figure of phases says so.
 _MUCH_OVERHEAD = 0.03
-_ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
-_ENDS += ["floor_low", "floor_high"]
-_SERVED_ENDS = [f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")]
-_SERVED_ENDS += [f"{name}_floor_{end}" for name in QUANTITIES for end in ("low", "high")]
+_ENDS = (*ends("speedup", "moe_speedup"), "floor_low", "floor_high")
+SERVED_ENDS = ends(*(f"{name}_speedup" for name in QUANTITIES))
+SERVED_ENDS += ends(*(f"{name}_floor" for name in QUANTITIES), of=("low", "high"))
 
 
 @lru_cache(maxsize=2)
@@ -58,7 +57,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     known = {name: column for name, column in COLUMNS.items() if name in rows or name not in SERVED}
     numbers = [*(name for name, column in known.items() if not column.is_words), *_ENDS]
-    numbers += [name for name in _SERVED_ENDS if name in rows]
+    numbers += [name for name in SERVED_ENDS if name in rows]
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *known, *numbers, "speedup_is_interval"])))
     rows = rows.astype({name: float for name in numbers if rows[name].dtype.kind != "i"}).copy()  # of one piece again
     rows[[*COSTS]] = rows[[*COSTS]].mask(is_balanced)

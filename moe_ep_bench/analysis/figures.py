@@ -16,13 +16,12 @@ from matplotlib.axes import Axes
 
 from moe_ep_bench.analysis.answer_costs import half_interval, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
-from moe_ep_bench.analysis.columns import COSTS, cost_words
-from moe_ep_bench.analysis.drawing import Figure
-from moe_ep_bench.analysis.marks import Panel, are_names, bars, inches_of_rows, places_of, series
+from moe_ep_bench.analysis.columns import COSTS, cost_words, ends
+from moe_ep_bench.analysis.drawing import SERVED_ENDS, Figure
+from moe_ep_bench.analysis.marks import Bars, Panel, Series, are_names, inches_of_rows, places_of
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.paper_claims import METRICS, measured
-from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
-from moe_ep_bench.analysis.served import QUANTITIES
+from moe_ep_bench.analysis.reduce import OF_LAYER, OF_PASS
 from moe_ep_bench.analysis.store import Store, with_draws_apart
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL
 from moe_ep_bench.analysis.tables import by_rank
@@ -31,7 +30,7 @@ from moe_ep_bench.facts import SkewFacts, Workload
 from moe_ep_bench.facts.words import basis_words, traffic_words
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
-_SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
+_SPEEDUP = (*ends("speedup"), "speedup_is_interval", "floor_low", "floor_high")
 
 
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
@@ -44,7 +43,7 @@ def _over_steps(y: str, height: float, **more: object) -> Panel:
         return max(0.9, inches_of_rows(rows, "at")) + 1.1 if are_names(rows["at"]) else height
 
     words = f"capacity factor {GAMMA} (of policies that have one)"
-    return series("at", y, names=True, xlabel=words, height=inches, **more)
+    return Series("at", y, names=True, xlabel=words, height=inches, **more)
 
 
 def _is_upright(rows: pd.DataFrame) -> bool:
@@ -83,13 +82,13 @@ def phase_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     A bar's name says what the case costs, so that a short bar is not read as a gift.
     """
     has_cost = (rows["role"] == "policy") & rows[["missing_share", "retained_mass"]].notna().all(axis=1)
-    is_model, of_layer = rows["scope"] == "model", {f"{group}_ms": group for group in GROUPS}
+    is_model = rows["scope"] == "model"
     rows = rows.assign(
         bar=rows["name"].where(~has_cost, rows["name"] + "\n" + _cost_words(rows)),
         axis_words=np.where(is_model, "time of a pass (ms)", "time of one layer (ms)"),
-        **{name: rows[name].mask(is_model) for name in of_layer},  # a pass has more parts
+        **{name: rows[name].mask(is_model) for name in OF_LAYER},  # a pass has more parts
     )
-    return _stacked(store, rows, of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS})
+    return _stacked(store, rows, OF_LAYER | OF_PASS)
 
 
 def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
@@ -112,11 +111,7 @@ def rank_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         axis_words="time of one layer (ms)",
         note=note.where(rows["num_ranks"] > _MOST_RANKS),
     )
-    return _stacked(store, rows, {f"{group}_ms": group for group in GROUPS})
-
-
-def _height_of_bars(rows: pd.DataFrame) -> float:
-    return 0.85 + inches_of_rows(rows, "bar")
+    return _stacked(store, rows, OF_LAYER)
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
@@ -168,7 +163,7 @@ def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
 
 def _loads(of: str, width: float) -> Panel:
     look = {"joined": "line != null", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
-    return series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
+    return Series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -217,7 +212,7 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(**limits)
 
 
-_COSTS = partial(series, height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2, shares=False)
+_COSTS = partial(Series, height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2, shares=False)
 _OF_SPEED = partial(
     _COSTS,
     y="speedup_median",
@@ -321,10 +316,6 @@ def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_xlim(low, high)
 
 
-def _height_of_claims(rows: pd.DataFrame) -> float:
-    return 0.75 + inches_of_rows(rows, "names", least=0.5)
-
-
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 FIGURES: dict[str, Figure] = {
@@ -339,7 +330,7 @@ FIGURES: dict[str, Figure] = {
         "pairs that nobody computes, or another expert in their place. {intervals}",
         where="role in ('policy', 'replication', 'balanced') and speedup_median != null and mode != 'serve'",
         needs="role != 'balanced'",
-        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COSTS),
+        columns=(*_SPEEDUP, *ends("moe_speedup"), *COSTS),
         beside=_is_upright,
     ),
     "dropped": Figure(
@@ -354,7 +345,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "phases": Figure(
         "Where the time goes",
-        [bars(height=_height_of_bars)],
+        [Bars()],
         "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet. "
         "Beside a bar: the sum.",
         rows=phase_rows,
@@ -363,7 +354,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "ranks": Figure(
         "Who waits for whom",
-        [bars(height=_height_of_bars)],
+        [Bars()],
         "Time of each rank by phase, median over iterations, under native and advise's pick, or else the policy that "
         "gains most; the others wait for the rank that waits least.",
         rows=rank_rows,
@@ -382,7 +373,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "batches": Figure(
         "Fullest rank from batch to batch",
-        [series("batch", "rank_imbalance", joined="line != null", xlabel="batch, in their order", shares=False)],
+        [Series("batch", "rank_imbalance", joined="line != null", xlabel="batch, in their order", shares=False)],
         "Pairs of the fullest rank over the mean, mean over layers. Plans know batches ahead of those that they serve.",
         rows=batch_rows,
         columns=("batch", "rank_imbalance", "speedup_median", "rearrange_ms", "rearranged_gib"),
@@ -414,16 +405,14 @@ FIGURES: dict[str, Figure] = {
         "round per token; median of pairs. Then the share of answers that are native's. {intervals}",
         where="role == 'policy' and mode == 'serve' and speedup_median != null",
         columns=(
-            *_SPEEDUP,
-            *(f"{name}_speedup_{end}" for name in QUANTITIES for end in ("median", "low", "high")),
-            *(f"{name}_floor_{end}" for name in QUANTITIES for end in ("low", "high")),
+            *(*_SPEEDUP, *SERVED_ENDS),
             *("verdict", "median_ms", "ttft_ms", "tpot_ms", "tokens_per_s", "equal_share", "first_difference"),
         ),
         beside=_is_upright,
     ),
     "quality": Figure(
         "Cost of a policy's gain in answers",
-        [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
+        [Series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
         "Cross-entropy added to the unpatched model's on the same sequences, nats per token. A line joins what no "
         "other setting of the policy beats in both; each is a row of the CSV.{whiskers}",
         frame=texts,
@@ -437,14 +426,14 @@ FIGURES: dict[str, Figure] = {
     "claims": Figure(
         "Papers' numbers and ours",
         [
-            series(
+            Series(
                 "names",
                 "ours",
                 names=True,
                 hollow=("not primary", ""),
                 ylabel="quantity",
                 more=_draw_papers,
-                height=_height_of_claims,
+                height=lambda rows: 0.75 + inches_of_rows(rows, "names", least=0.5),
             )
         ],
         "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or "

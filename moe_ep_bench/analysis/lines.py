@@ -12,7 +12,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, batch_phases, routing
 from moe_ep_bench.analysis.columns import column_of, labels
 from moe_ep_bench.analysis.drawing import ADDED, HIDDEN, Figure, public_columns, value_words, with_fields
-from moe_ep_bench.analysis.marks import series
+from moe_ep_bench.analysis.marks import Series
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import columns_of, holds
@@ -39,7 +39,7 @@ def lines(
     title = f"{column_of(y).header} over {column_of(x).header}"
     figure = Figure(
         title[:1].upper() + title[1:],
-        [series(x, y)],
+        [Series(x, y)],
         "A line for each {of_lines}. Several batches, layers or comparisons at one place are their mean.",
         rows=partial(_line_rows, asked=asked, where=where, of=of),
         columns=list(asked.values()),

@@ -1,6 +1,6 @@
 """The marks that figures are made of: series of points and bars; and the facets that hold them.
 
-A mark is made by naming columns (``series("capacity_factor", "speedup_median")``) and draws the rows of one facet into
+A mark is made by naming columns (``Series("capacity_factor", "speedup_median")``) and draws the rows of one facet into
 one panel. What a column is called on an axis, its unit, native's value and its least range stand in its row of
 ``columns.COLUMNS``; a column's ``_low`` and ``_high`` are whiskers. Rows have ``line``, which a mark's colour and
 legend go by. Artists carry the labels from which ``style.dress`` makes the legend.
@@ -8,8 +8,9 @@ legend go by. Artists carry the labels from which ``style.dress`` makes the lege
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +38,6 @@ from moe_ep_bench.analysis.style import (
 from moe_ep_bench.config.conditions import holds, matching
 from moe_ep_bench.facts import ORIGINS
 
-Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look], pd.DataFrame], None]
-
 _MANY = 10  # values of an axis; more have no tick each
 _WIDTHS = {1: 8.5, 2: 10.0, 3: 11.0, 4: 11.5}  # inches of a sheet with so many panels side by side
 _TITLE_LINE = 0.17  # inches
@@ -47,12 +46,11 @@ _ROW = 0.3  # inches of a row, at least
 _MARKER = 6.5 / 72  # inches between two markers, at most
 
 
-@dataclass(frozen=True)
-class Panel:
+@dataclass(frozen=True, kw_only=True)
+class Panel(ABC):
     """One panel of a facet.
 
     Attributes:
-        draw: (panel, its rows, how each line looks, all rows of its facet, whose places its panels have in common).
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
@@ -60,11 +58,14 @@ class Panel:
             empty = all.
     """
 
-    draw: Draw
     height: float | Callable[[pd.DataFrame], float] = 3.3
     width: float = 1.0
-    shares: bool = False
+    shares: bool = True
     where: str = ""
+
+    @abstractmethod
+    def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], facet: pd.DataFrame) -> None:
+        """Draw rows, those whose line has a look, at the places of their facet, which its panels have in common."""
 
     def inches(self, rows: pd.DataFrame) -> float:
         return self.height(rows) if callable(self.height) else self.height
@@ -325,7 +326,7 @@ _STAR = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "ma
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(Panel):
     """Points of each ``line``, joined or not, with what a speedup is held against: native, noise floor, balance.
 
     Attributes:
@@ -351,7 +352,6 @@ class Series:
     more: Callable[[Axes, pd.DataFrame], None] | None = None
 
     def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], facet: pd.DataFrame) -> None:
-        """Draw rows into a panel, those whose line has a look as points, at the places of their facet."""
         across, up = column_of(self.x), column_of(self.y)
         shown = rows[rows[self.x].notna() & rows[self.y].notna() & rows["line"].isin(list(looks))]
         by_name = self.names or not pd.api.types.is_numeric_dtype(shown[self.x].infer_objects())
@@ -416,12 +416,6 @@ class Series:
         )
         across += ", axis reversed" if self.reverse else ""
         axes.set(**({"xlabel": up} if upright else {"xlabel": across, "ylabel": up}))
-
-
-def series(x: str, y: str, **options: Any) -> Panel:
-    """A panel of a ``Series``; options are its attributes, and those of ``Panel``."""
-    of_series = {name: options.pop(name) for name in list(options) if name in Series.__dataclass_fields__}
-    return Panel(Series(x, y, **of_series).draw, **{"shares": True, **options})
 
 
 def _make_room(axes: Axes, points: pd.DataFrame, *, upright: bool) -> None:
@@ -505,16 +499,21 @@ def _draw_references(
 # ---- bars ------------------------------------------------------------------------------------------------------------
 
 
-def bars(**size: Any) -> Panel:
+def _inches_of_bars(rows: pd.DataFrame) -> float:
+    return 0.85 + inches_of_rows(rows, "bar")
+
+
+@dataclass(frozen=True)
+class Bars(Panel):
     """A row of bars for each ``bar``: a piece of ``time_ms`` from ``begin_ms`` for each of ``phases``.
 
     ``part_origin`` says how a piece came about, ``axis_words`` what the axis is called.
-
-    Args:
-        size: attributes of ``Panel``.
     """
 
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], _: pd.DataFrame) -> None:
+    height: float | Callable[[pd.DataFrame], float] = field(default=_inches_of_bars, kw_only=True)
+    shares: bool = field(default=False, kw_only=True)
+
+    def draw(self, axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look], facet: pd.DataFrame) -> None:
         places, shown = places_of(rows["bar"]), rows[rows["time_ms"] > 0]
         for (group, how), pieces in shown.groupby(["phases", "part_origin"], sort=False):
             words = group if how == "measured" else f"{group} ({how})"
@@ -528,5 +527,3 @@ def bars(**size: Any) -> Panel:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel(rows["axis_words"].iloc[0])
         name_rows(axes, places)
-
-    return Panel(draw, **size)

@@ -20,17 +20,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from moe_ep_bench.analysis.advice import advice_lines, read_advice
+from moe_ep_bench.analysis.advice import advice_lines, read_advices
 from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load
 from moe_ep_bench.analysis.columns import COLUMNS, SAME_KERNELS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.plot import drawings
-from moe_ep_bench.analysis.store import ResultsError, Store, jobs
+from moe_ep_bench.analysis.store import Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
 from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import check_folder, dump_yaml, write_text
+from moe_ep_bench.results import ResultsError
 
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
 _PIXELS = 96
@@ -69,12 +70,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     frame, facts = cases(store), comparisons(store)
     images = [_image(*item) for item in drawings(store, passed_over).items()]
     frame = frame.assign(differs_from_topk=differs_from_topk(frame))
-    advised = []
-    for directory in directories:
-        try:
-            advised += filter(None, [read_advice(directory)])
-        except ResultsError as error:
-            passed_over.append(str(error))
+    advised = read_advices(directories, passed_over)
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,

@@ -30,11 +30,12 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import layers_words
-from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document, with_draws_apart
+from moe_ep_bench.analysis.store import ITERATION, Store, with_draws_apart
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.facts.words import said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.papers.claims import CLAIMED, SHARES, MetricName, claims_path
+from moe_ep_bench.results import ResultsError, read_document
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 

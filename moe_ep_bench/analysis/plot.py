@@ -19,11 +19,12 @@ from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.lines import lines
-from moe_ep_bench.analysis.store import ResultsError, Store, jobs, typed
+from moe_ep_bench.analysis.store import Store, jobs
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, house_style, save
 from moe_ep_bench.config.conditions import parsed
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError, check_known, naming
 from moe_ep_bench.files import check_folder, write_text
+from moe_ep_bench.results import ResultsError, typed
 
 _LINES = ("x", "y", "by", "facet", "where")
 

@@ -59,6 +59,8 @@ PASS_PARTS = {
     **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
     UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
+# Columns of phases whose sum is a layer's time, or a pass's, with what each is of.
+OF_LAYER, OF_PASS = {f"{group}_ms": group for group in GROUPS}, {f"mean_rank_{part}_ms": part for part in PASS_PARTS}
 # Time of probes when nobody waits, a column like the phases.
 PROBES = "probes"
 # Which iteration of which case.
@@ -326,12 +328,17 @@ def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     Several EP groups are averaged first, as over all their tokens; ``OF_SLOWEST`` are the fullest group's.
     """
     routing = _over_groups(routing)
-    by_layer = routing.groupby(["case", "layer"], dropna=False)[[*ROUTED, *OF_SLOWEST.values()]].mean()
-    is_unknown = routing[UNKNOWN[0]].isna().groupby(routing["case"]).any()  # a mean over the others would be none
     errors = routing.groupby(["case", "batch"])["output_error"].max()
-    means = by_layer.groupby("case").mean()
-    means.loc[is_unknown, LOST] = np.nan
+    means = over_layers(routing, ["case"], [*ROUTED, *OF_SLOWEST.values()], UNKNOWN[0])
     return means.join(errors.groupby("case").mean())
+
+
+def over_layers(routing: pd.DataFrame, case: list[str], columns: list[str], unknown: str) -> pd.DataFrame:
+    """Means of columns over batches, then over layers, by case; no ``LOST`` where some batch's ``unknown`` is null."""
+    means = routing.groupby([*case, "layer"], dropna=False)[columns].mean().groupby(case).mean()
+    is_unknown = routing[unknown].isna().groupby([routing[key] for key in case]).any()
+    means.loc[is_unknown, LOST] = np.nan  # a mean over the others would be none
+    return means
 
 
 def _over_groups(routing: pd.DataFrame) -> pd.DataFrame:

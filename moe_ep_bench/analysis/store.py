@@ -18,20 +18,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from moe_ep_bench.analysis.draws import Comparison, Read, joined, together
-from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, ServedFacts, TimedFacts
 from moe_ep_bench.facts.words import case_label
-from moe_ep_bench.files import read_json
-from moe_ep_bench.results import RunDirectory, ValidationDirectory, check_version
+from moe_ep_bench.results import ResultsError, RunDirectory, ValidationDirectory, read_document, typed
 from moe_ep_bench.schema import (
     HOST,
     HOST_BUSY,
@@ -52,7 +50,6 @@ MISSING = "num_missing_pairs"
 STEP = ["case", *ITERATION, "kind", "rank", "layer"]
 TIMES = [*PHASES, UNACCOUNTED, TOTAL]
 BESIDE = [HOST, HOST_BUSY, SM_CLOCK]
-_Type = TypeVar("_Type", bound=BaseModel)
 
 
 class Kind(NamedTuple):
@@ -95,10 +92,6 @@ def _read_columns(table: str) -> list[str]:
 
 # Columns of the store's frames after ``case``.
 COLUMNS = {table: _read_columns(table) for table in _ALL_TABLES} | {"samples": [*STEP[1:], *TIMES, *BESIDE]}
-
-
-class ResultsError(UserError):
-    """A results directory, or a file of one, that cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,34 +141,6 @@ class Store:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def typed(model: type[_Type], where: str, content: Any) -> _Type:
-    """Content as its type; ResultsError names the first key that is otherwise, behind ``where``."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "damaged"
-        raise ResultsError(f"{where}{brief(key, 200, quoted=False)}: {problem_words(first)}") from None
-
-
-def read_document(path: Path, model: type[_Type]) -> _Type:
-    """A JSON document of a results directory; ResultsError where it is missing, damaged or of another type."""
-    try:
-        content = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ResultsError(f"{path}: missing; expected a results directory that `moe-ep-bench` wrote") from None
-    except OSError as error:
-        raise ResultsError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ResultsError(str(error)) from None
-    if model is RunFacts:
-        try:
-            check_version(path, content)
-        except UserError as problem:
-            raise ResultsError(str(problem)) from None
-    return typed(model, f"{path}: ", content)
 
 
 def facts_of(path: Path, run: RunFacts) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
@@ -298,12 +263,19 @@ def read_directory(name: str, folder: Path, *, join_draws: bool) -> tuple[Direct
     return Directory(folder, tuple(one.comparison for one in read), cases, **frames), lines
 
 
-def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts) -> tuple[list[tuple[bool, Any]], int]:
-    """Sorts comparisons: timed ones by the values of their swept keys, numbers before words; others by the config."""
+def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts) -> tuple[list[tuple[int, Any]], int]:
+    """Sorts comparisons: timed ones by the values of their swept keys, others by the config."""
     point = facts.point if isinstance(facts, TimedFacts) else {}
-    values = [point[key] for key in sorted(point)]
-    places = [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
-    return places, 0 if isinstance(facts, TimedFacts) else facts.order
+    return [ordered(point[key]) for key in sorted(point)], 0 if isinstance(facts, TimedFacts) else facts.order
+
+
+def ordered(value: Any) -> tuple[int, Any]:
+    """A key that orders JSON values of any types: numbers, lists, then words."""
+    if isinstance(value, int | float):
+        return 0, value
+    if isinstance(value, list):
+        return 1, [ordered(one) for one in value]
+    return 2, value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _read_comparison(

@@ -6,7 +6,6 @@ Every view is made of a store, whatever kinds of results it holds: where it has 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,11 +14,10 @@ from functools import lru_cache
 
 import pandas as pd
 
-from moe_ep_bench.analysis.advice import read_advice
+from moe_ep_bench.analysis.advice import read_advices
 from moe_ep_bench.analysis.answer_costs import orderings_met, tasks, texts
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, differs_from_topk, ranks
 from moe_ep_bench.analysis.columns import (
-    COLUMNS,
     COSTS,
     LOST,
     NONE,
@@ -35,8 +33,8 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import chance_words, leaves_idle, notes
-from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
-from moe_ep_bench.analysis.store import ResultsError, Store
+from moe_ep_bench.analysis.reduce import OF_LAYER, OF_PASS
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts.words import scale_words
 from moe_ep_bench.schema import REHEARSAL
@@ -44,8 +42,6 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
-# Columns of phases whose sum is a layer's time, or a pass's.
-_OF_LAYER, _OF_PASS = [f"{group}_ms" for group in GROUPS], [f"mean_rank_{part}_ms" for part in PASS_PARTS]
 # Conditions of the comparisons that a view is of.
 _TIMED, _ROUTED = "mode in ('run', 'emulated')", "mode == 'route'"
 _LAYER, _MODEL = f"scope == 'layer' and {_TIMED}", f"scope == 'model' and {_TIMED}"
@@ -108,7 +104,7 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     waiting less what its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under
     native.
     """
-    native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], _OF_LAYER
+    native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], [*OF_LAYER]
     picked, one = rows[rows["case_id"].isin(_picks(store))], store.by_id[tuple(rows[COMPARISON].iloc[0])]
     chosen = pd.concat([native, picked if len(picked) else fastest(rows)])
     shown = chosen.drop(columns=["rank", *names], errors="ignore").merge(ranks(store), on=CASE)
@@ -123,19 +119,15 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
 
 def _with_total(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with ``phases_ms``, the sum of a layer's groups of phases, or of the parts of a pass."""
-    layer_ms, pass_ms = (rows.reindex(columns=names).sum(axis=1, min_count=1) for names in (_OF_LAYER, _OF_PASS))
+    layer_ms, pass_ms = (rows.reindex(columns=names).sum(axis=1, min_count=1) for names in (OF_LAYER, OF_PASS))
     return rows.assign(phases_ms=layer_ms.mask(rows["scope"] == "model", pass_ms))
 
 
 @lru_cache(maxsize=2)
 def _picks(store: Store) -> list[str]:
     """Ids of the cases that ``advise`` picked; none of a damaged answer, which the page names."""
-    answers = []
-    for directory in store.directories:
-        with contextlib.suppress(ResultsError):
-            advice = read_advice(directory.folder)
-            answers += advice.answers if advice else []
-    picks = [one.pick for answer in answers for one in (answer, *answer.variants)]
+    advised = read_advices([directory.folder for directory in store.directories], [])
+    picks = [one.pick for advice in advised for answer in advice.answers for one in (answer, *answer.variants)]
     return [pick.case_id for pick in picks if pick is not None]
 
 
@@ -152,11 +144,6 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
         return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
 
     return Column(name, header, cell=cell)
-
-
-def _metric_words(row: Row) -> str:
-    """A task's metric, with the filter of its answers where there is one."""
-    return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 
 def _about(store: Store, rows: pd.DataFrame) -> pd.Series:
@@ -292,7 +279,11 @@ VIEWS = {
     "tasks": View(
         (
             *("label", text("task")),
-            Column("metric", "metric", cell=_metric_words),
+            Column(
+                "metric",
+                "metric",
+                cell=lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})"),
+            ),
             *(number("num_fewshot", "shots", "{}"), number("num_samples", "questions", "{:,}")),
             _with_error("value", "stderr", "score %", "{:.1f}", 100),
             _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
@@ -308,7 +299,7 @@ VIEWS = {
     "phases": View(
         (
             *("label", "fullest_expert", "fullest_rank", "fullest_tokens", "slowest_group_fullest_rank"),
-            *("breakdown_layer_ms", "phases_ms", *_OF_LAYER, *_OF_PASS),
+            *("breakdown_layer_ms", "phases_ms", *OF_LAYER, *OF_PASS),
             *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),
         ),
         where=f"status == 'ok' and {_TIMED}",
@@ -322,7 +313,7 @@ VIEWS = {
         ),
     ),
     "ranks": View(
-        ("label", "rank", *_OF_LAYER, "hostname"),
+        ("label", "rank", *OF_LAYER, "hostname"),
         where=_TIMED,
         title="ranks under native and the pick, or the fastest policy",
         rows=by_rank,
@@ -399,31 +390,25 @@ def table_of(store: Store, view: View, rows: pd.DataFrame, asked: Sequence[str] 
     if view.label_width is not None:
         frame = frame.assign(label=short_labels(frame, view.label_width))
     frame = frame.copy().assign(instead=_reasons(frame)) if instead else frame  # of one piece
-    columns = _asked_columns(view, frame, asked) if asked else _columns_of(view, frame)
-    return Table(frame, columns, title, lines, instead, about)
+    return Table(frame, _columns_of(view, frame, asked), title, lines, instead, about)
 
 
-def _asked_columns(view: View, frame: pd.DataFrame, asked: Sequence[str]) -> list[Column]:
-    """The columns that a reader asks for; none where no row has a value of any."""
-    there = [name for name in asked if name in frame and frame[name].notna().any()]
+def _columns_of(view: View, frame: pd.DataFrame, asked: Sequence[str]) -> list[Column]:
+    """The view's columns that say something, or those ``asked`` for; none of these where no row has a value of any."""
     own = {column.name: column for column in view.columns if isinstance(column, Column)}
-    columns = [own.get(name) or column_of(name, frame.get(name)) for name in asked if there]
+    names = asked or [column if isinstance(column, str) else column.name for column in view.columns]
+    said = {name for name in names if name in frame and frame[name].notna().any()}
+    if asked:
+        names = asked if said else ()
+    else:
+        silent = {name for name in view.alike if frame[name].nunique(dropna=False) == 1}
+        if "missing_share" in said:
+            silent |= set(LOST) - set(lost_shown(frame))
+        if "activated_fullest_rank" in said and not leaves_idle(frame):
+            silent |= {"activated_fullest_rank", "below_frontier_experts"}
+        names = [name for name in names if name in said - silent]
+    columns = [own.get(name) or column_of(name, frame.get(name)) for name in names]
     return [replace(column, header=view.headers.get(column.name, column.header)) for column in columns]
-
-
-def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
-    """The view's columns that say something."""
-    own = {column.name: column for column in view.columns if isinstance(column, Column)}
-    names = [column if isinstance(column, str) else column.name for column in view.columns]
-    names = [name for name in names if frame[name].notna().any()]
-    silent = {name for name in view.alike if frame[name].nunique(dropna=False) == 1}
-    if "missing_share" in names:
-        silent |= set(LOST) - set(lost_shown(frame))
-    if "activated_fullest_rank" in names and not leaves_idle(frame):
-        silent |= {"activated_fullest_rank", "below_frontier_experts"}
-    known = {**COLUMNS, **own}
-    headed = {name: view.headers.get(name, known[name].header) for name in names if name not in silent}
-    return [replace(known[name], header=header) for name, header in headed.items()]
 
 
 def _reasons(rows: pd.DataFrame) -> pd.Series:

@@ -110,7 +110,7 @@ def _dry_run(options: Namespace, backend: str, num_ranks: int | None = None) -> 
 
 def shown(status: int, report: Callable[[], str]) -> int:
     """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
-    from moe_ep_bench.analysis.store import ResultsError
+    from moe_ep_bench.results import ResultsError
 
     if status in (OK, CASES_FAILED):
         try:

@@ -38,7 +38,6 @@ _SHARED = {
   --staged  with --share-gpu: pass collectives through the host, where NCCL is older than 2.30 or ranks are on the CPU
 """,
     "cpu": "  --cpu  measure on the CPU, even if there are GPUs\n",
-    "trace": "  file FILE  a moe-trace-v1 file\n",
 }
 
 _COMMANDS = """
@@ -113,7 +112,7 @@ calibrate  measure this machine's all-to-all
   @cpu
 trace  inspect, record or import routing recordings
 trace info  print what a recording holds
-  @trace
+  file FILE  a moe-trace-v1 file
 trace record  record a checkpoint's routing of a text
   model CHECKPOINT  a checkpoint's folder (transformers)
   --text FILE!  UTF-8 text

@@ -22,7 +22,7 @@ from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import Windows, default_ep_size
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.policies.contract import Setting, params_of
+from moe_ep_bench.policies.contract import Setting
 from moe_ep_bench.presets import (
     MOST,
     MOST_RUNS,
@@ -404,10 +404,6 @@ class Lossless(Strict):
         changed = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         stated = changed | {key: value for key, value in always.items() if value is not None}
         return [Setting(key, value, is_default=key not in changed) for key, value in stated.items()]
-
-    def params(self) -> dict[str, Any]:
-        """The settings as a JSON-ready dict. Ids of cases follow from it."""
-        return params_of(self.settings())
 
     @property
     def keeps_places(self) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # A config's conditions are read where no frame is.
     import pandas as pd
 
 _MOST_CHARACTERS = 1000  # more could nest deeper than Python's parser goes
+_KINDS = ("numbers", "words")
 _WORDS = {"null": None, "true": True, "false": False}
 _EXPECTED = (
     "expected columns and literals, compared by ==, !=, <, <=, >, >=, in, not in and joined by and, or, not, "
@@ -141,8 +142,8 @@ def _holds(node: ast.expr, rows: pd.DataFrame) -> np.ndarray:
             pairs = zip([left, *comparators], ops, comparators, strict=False)
             return np.logical_and.reduce([_compared(one, kind, other, rows) for one, kind, other in pairs])
     values = _values(node, rows)
-    if kinds := {kind for kind in map(_kind, values) if kind not in (None, "true and false")}:
-        raise UserError(f"{ast.unparse(node)}: expected a comparison, as it has {kinds.pop()}")
+    if others := [value for value in values if value is not None and not isinstance(value, bool | np.bool_)]:
+        raise UserError(f"{ast.unparse(node)}: expected a comparison, as it has {_KINDS[isinstance(others[0], str)]}")
     return np.array([value is True for value in values], dtype=bool)
 
 
@@ -152,7 +153,7 @@ def _compared(left: ast.AST, kind: ast.cmpop, right: ast.AST, rows: pd.DataFrame
         listed = [_literal(item) for item in right.elts]
         for item in listed:
             _check_kinds(left, values, [item])
-        found = [any(_pair_holds(value, operator.eq, item) for item in listed) for value in values]
+        found = [value in listed for value in values]
         return np.array(found, dtype=bool) != isinstance(kind, ast.NotIn)
     others = _values(right, rows)
     _check_kinds(left, values, others)
@@ -172,28 +173,13 @@ def _values(node: ast.AST, rows: pd.DataFrame) -> list[Any]:
 
 
 def _pair_holds(value: Any, compare: Callable[[Any, Any], Any], other: Any) -> bool:
-    if compare in (operator.eq, operator.ne):
-        is_equal = value is other if value is None or other is None else _alike(value, other) and value == other
-        return is_equal == (compare is operator.eq)
-    return value is not None and other is not None and _alike(value, other) and bool(compare(value, other))
-
-
-def _kind(value: Any) -> str | None:
-    """What a value is, for people; None of null."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return "words"
-    return "true and false" if isinstance(value, bool | np.bool_) else "numbers"
-
-
-def _alike(value: Any, other: Any) -> bool:
-    return (_kind(value) == "words") == (_kind(other) == "words")
+    has_order = None not in (value, other) and isinstance(value, str) == isinstance(other, str)
+    return (has_order or compare in (operator.eq, operator.ne)) and bool(compare(value, other))
 
 
 def _check_kinds(node: ast.AST, values: list[Any], others: list[Any]) -> None:
     """Raise UserError where a column's values and what they are compared with have no kind in common."""
-    ours, theirs = ({_kind(value) == "words" for value in listed if value is not None} for listed in (values, others))
+    ours, theirs = ({isinstance(value, str) for value in listed if value is not None} for listed in (values, others))
     if isinstance(node, ast.Name) and ours and theirs and ours.isdisjoint(theirs):
-        has, got = ("words", "a number") if True in ours else ("numbers", "words")
+        has, got = _KINDS[True in ours], "words" if True in theirs else "a number"
         raise UserError(f"{node.id}: has {has}; got {got}: {brief(next(one for one in others if one is not None))}")

@@ -667,7 +667,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert main(command) == OK
     first = capsys.readouterr()
     assert "the traffic's skew is assumed" in first.out
-    assert {tuple(facts["rest"]["prompt_lengths"]) for facts in comparisons(load(out))["facts"]} == {(16, 16)}
+    assert {facts.rest.prompt_lengths for facts in comparisons(load(out))["facts"]} == {(16, 16)}
     assert f"moe-ep-bench show {out}); config: {out}/advise.yaml" in first.out
     lines = [line for block in advice_lines(read_advice(out)) for line in block.splitlines()]
     assert lines == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))

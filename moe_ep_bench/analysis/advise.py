@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 import pandas as pd
@@ -46,9 +46,8 @@ from moe_ep_bench.analysis.tables import View, table_of
 from moe_ep_bench.analysis.turns import with_turns
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import NOT_EXECUTED, JsonRecord, PeakLoads, Workload, has_assumed_traffic
+from moe_ep_bench.facts import NOT_EXECUTED, JsonRecord, PeakLoads, TimedFacts, Workload, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
-from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.placement import PLANS
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -74,9 +73,7 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
         first, *others = names
         differ = [name for name in others if _pick_of(own[name]) != _pick_of(own[first])]
         variants = tuple(
-            Variant(
-                overlap=facts_of[name]["facts"]["overlap"], native=_native(native_of[name]), pick=_picked(own[name])
-            )
+            Variant(overlap=facts_of[name]["facts"].overlap, native=_native(native_of[name]), pick=_picked(own[name]))
             for name in (() if differ else others)
         )
         for name in (first, *differ):
@@ -86,7 +83,7 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
                 answer = answer.model_copy(update={"variants": variants, "point": point})
             answers.append(answer)
     swept = set().union(*map(json.loads, about["point"]))
-    titles = about["facts"].map(itemgetter("title")) if swept == {OVERLAP} else about["title"]
+    titles = about["facts"].map(attrgetter("title")) if swept == {OVERLAP} else about["title"]
     titles = titles + about["facts"].map(_assumed_skew)
     links = [
         f"{words}{_assumed_links(facts)}"
@@ -107,23 +104,23 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
     )
 
 
-def _assumed_skew(facts: Row) -> str:
+def _assumed_skew(facts: TimedFacts) -> str:
     """Whose skew is assumed to be this model's, to stand behind the traffic; empty where it is known."""
-    skew = facts["workload"].get("skew")
-    if skew is None or (skew.get("of") is None and skew["basis"] != "assumed"):
+    skew = facts.workload.skew
+    if skew is None or (skew.of is None and skew.basis != "assumed"):
         return ""
-    return f" (assumed, {skew['of']}'s)" if skew.get("of") else " (assumed)"
+    return f" (assumed, {skew.of}'s)" if skew.of else " (assumed)"
 
 
-def _assumed_links(facts: Row) -> str:
+def _assumed_links(facts: TimedFacts) -> str:
     """What of the links between these ranks is assumed, to stand behind their name; empty where nothing is."""
-    links = facts.get("links")
-    if links is None or facts.get("exchange") is not None or links.get("measured_by") is not None:
+    links = facts.links
+    if links is None or facts.exchange is not None or links.measured_by is not None:
         return ""
-    is_crossing = facts["num_ranks"] > links["ranks_per_node"]
-    link = links["inter" if is_crossing else "intra"] or {}
+    is_crossing = facts.num_ranks > links.ranks_per_node
+    link = links.inter if is_crossing else links.intra
     named = {"latency": "latency", "efficiency": "share of the bandwidth reached"}
-    assumed = [words for name, words in named.items() if link.get(f"{name}_basis") == "assumed"]
+    assumed = [words for name, words in named.items() if getattr(link, f"{name}_basis", None) == "assumed"]
     where = "between nodes" if is_crossing else "inside a node"
     return f" (assumed {where}: {', '.join(assumed)})" if assumed else ""
 
@@ -158,7 +155,7 @@ def _alike_but_for_overlap(about: pd.DataFrame) -> list[list[str]]:
     alike: dict[tuple[str, str], list[str]] = {}
     for name, facts in about.iterrows():
         point = {key: value for key, value in json.loads(facts["point"]).items() if key != OVERLAP}
-        alike.setdefault((facts["facts"]["title"], json.dumps(point)), []).append(str(name))
+        alike.setdefault((facts["facts"].title, json.dumps(point)), []).append(str(name))
     return list(alike.values())
 
 
@@ -185,11 +182,10 @@ def write_answer(question: Question, bounds: Bounds, *, versus: str | None = Non
 
 def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
     """What to do with one comparison's traffic."""
-    fit, rest, pick = about["facts"].get("fit"), about["facts"].get("rest"), _picked(rows)
-    fit = fit and Fit(**fit)
+    facts, pick = about["facts"], _picked(rows)
     reasons: dict[Reason, bool] = {
         "no_baseline": native["status"] != "ok",
-        "does_not_fit": fit is not None and not fit.holds(),
+        "does_not_fit": facts.fit is not None and not facts.fit.holds(),
         "oversubscribed": about["oversubscribed"],
         "few_batches": len(rows) > 0 and not rows["speedup_is_interval"].eq(True).any(),
         "little_gain": bool(rows["standing"].eq("faster").any()),
@@ -208,19 +204,19 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         beside=(beside := _beside(rows) if pick else None),
         next_best=_next_best(within, pick, beside) if pick else None,
         candidates=tuple(_candidate(row) for _, row in _in_order(rows).iterrows()),
-        fit=fit,
-        rest=rest,
-        peaks=PeakLoads.of(Workload(**about["facts"]["workload"]), float(native["fullest_expert"])),
+        fit=facts.fit,
+        rest=facts.rest,
+        peaks=PeakLoads.of(facts.workload, float(native["fullest_expert"])),
         tokens_of_ranks=_rank_tokens(about),
-        held_out=_held_out(rows) if about["facts"]["workload"].get("order") == "arrival" else None,
+        held_out=_held_out(rows) if facts.workload.order == "arrival" else None,
         plans=tuple(_upkeep(row, native) for _, row in rows[rows["rearrange_ms"].notna()].iterrows()),
     )
 
 
 def _rank_tokens(about: pd.Series) -> RankTokens | None:
     """Tokens of ranks of a recording whose sequences stay whole; None of other traffic."""
-    workload, held = about["facts"]["workload"], about["facts"].get("rank_tokens")
-    if workload.get("recording") is None or workload.get("tokens_per_request") is not None or held is None:
+    workload, held = about["facts"].workload, about["facts"].rank_tokens
+    if workload.recording is None or workload.tokens_per_request is not None or held is None:
         return None
     return RankTokens(least=held[0], most=held[1], mean=about["num_tokens"] / about["world_size"])
 
@@ -259,7 +255,7 @@ def _upkeep(row: pd.Series, native: pd.Series) -> Upkeep:
         low=row["speedup_low"],
         high=row["speedup_high"],
         num_batches=row["num_batches"],
-        layers=(row["num_gaining"], num_layers) if (num_layers := row["facts"]["layers"]) > 1 else None,
+        layers=(row["num_gaining"], num_layers) if (num_layers := row["facts"].layers) > 1 else None,
         rearrange_ms=row["rearrange_ms"],
         rearranged_gib=row["rearranged_gib"],
     )
@@ -344,10 +340,10 @@ def _table(store: Store, rows: pd.DataFrame, title: str, versus: str | None) -> 
     return table_of(store, view, rows)
 
 
-def _is_assumed(workload: Row) -> bool:
+def _is_assumed(workload: Workload) -> bool:
     """Whether somebody said how busy experts are, where nobody counted or recorded them."""
-    known = workload.get("recording") or workload.get("skew") or workload["targets"].get("expert_loads")
-    return not known and bool({"peak_load", "batch_peak_load"} & workload["targets"].keys())
+    known = workload.recording or workload.skew or workload.targets.get("expert_loads")
+    return not known and bool({"peak_load", "batch_peak_load"} & workload.targets.keys())
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -366,8 +362,7 @@ def _wide(rows: pd.DataFrame) -> set[str]:
 def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
     yield from dict.fromkeys(how_words(one.run, one.facts) for one in store.comparisons if one.facts.mixes_machines)
-    workloads = [facts["workload"] for facts in about["facts"]]
-    if any(map(_is_assumed, workloads)):
+    if any(_is_assumed(facts.workload) for facts in about["facts"]):
         yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
     yield from dict.fromkeys(filter(None, (layers_words(one.facts) for one in store.comparisons)))
     plans = rows.loc[rows["rearrange_ms"].notna(), "policy_params"].map(json.loads)

@@ -428,7 +428,7 @@ def comparisons(store: Store) -> pd.DataFrame:
     its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``facts.ORIGINS``);
     ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
     with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers, ``ran_on_short``
-    and ``links_short`` without figures; ``facts``, the comparison's object in run.json.
+    and ``links_short`` without figures; ``facts``, typed.
     """
     rows = _comparisons(store)
     return rows.assign(title=_distinct_titles(rows))
@@ -502,7 +502,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "links_words": of_links and describe_links(*of_links),
         "links_short": of_links and modelled_links(*of_links),
         "workload_words": workload and workload_words(facts),
-        "facts": {**facts.model_dump(mode="json"), "title": title},
+        "facts": facts.model_copy(update={"title": title}),
     }
 
 

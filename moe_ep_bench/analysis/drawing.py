@@ -241,19 +241,17 @@ def _conditions(rows: pd.DataFrame) -> str:
     first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
     scale = first["scale"].astype(object).map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
     dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
-    weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
+    weights = first["facts"].map(lambda facts: "random weights" if getattr(facts, "random_weights", False) else None)
     about = (first["how"], first["ran_on_short"], first["links_short"], first["model"] + scale + dtype, weights)
     return " | ".join(filter(None, map(said_once, (*about, first["workload_words"]))))
 
 
 def _warnings(rows: pd.DataFrame, of: str) -> list[str]:
     """Warnings about numbers of a kind (``Figure.of``)."""
-    phases = rows if of == "phases" else rows[:0]
-    permuted = {(facts.get("permute") or {}).get("ran", "fused") for facts in phases.get("facts", ())}
-    overhead = phases["probe_overhead"].max() if "probe_overhead" in phases else np.nan
+    overhead = rows["probe_overhead"].max() if of == "phases" and "probe_overhead" in rows else np.nan
     known = {
         OVERSUBSCRIBED: of != "routing" and rows.get("oversubscribed", pd.Series(dtype=object)).eq(True).any(),
-        NOT_FUSED: "part_origin" in phases and bool(permuted - {"fused"}),
+        NOT_FUSED: "part_origin" in rows and any(facts.permute.ran != "fused" for facts in rows["facts"]),
         PROBES_COST.format(100 * overhead): overhead > _MUCH_OVERHEAD,
     }
     return [words for words, holds in known.items() if holds]

@@ -26,7 +26,7 @@ from moe_ep_bench.analysis.store import Store, with_draws_apart
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import SkewFacts, Workload
+from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.facts.words import basis_words, traffic_words
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
@@ -153,7 +153,7 @@ def batch_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return rows
     # Batches of several layers or draws are numbered on.
-    times = rows["facts"].map(lambda facts: facts.get("draws", 1) * facts.get("layers", 1), "ignore")
+    times = rows["facts"].map(lambda facts: getattr(facts, "draws", 1) * getattr(facts, "layers", 1), "ignore")
     rows = rows.assign(line=rows["name"], of_one=rows["num_batches"] // times).drop(columns="rank_imbalance")
     batches = routing(store)[[*CASE, "batch", "rank_imbalance"]].merge(rows, on=CASE)
     batches = batches.assign(batch=batches["batch"] % batches["of_one"])
@@ -292,14 +292,14 @@ def claim_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         role="policy",
         ours_are="whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer",
         missing_marks=" Rows without a mark: no number is stated." if unstated else "",
-        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(_traffic_words),
+        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(_calibrated_words),
     )
 
 
-def _traffic_words(facts: Mapping[str, Mapping]) -> str:
+def _calibrated_words(facts: TimedFacts) -> str:
     """What a workload was calibrated to; of others what they are."""
-    skew = facts["workload"].get("skew")
-    return basis_words(SkewFacts(**skew)) if skew else traffic_words(Workload(**facts["workload"]))
+    workload = facts.workload
+    return traffic_words(workload) if workload.skew is None else basis_words(workload.skew)
 
 
 def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:

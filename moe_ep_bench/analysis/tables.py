@@ -16,7 +16,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import read_advices
 from moe_ep_bench.analysis.answer_costs import orderings_met, tasks, texts
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, differs_from_topk, ranks
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, differs_from_topk, ranks
 from moe_ep_bench.analysis.columns import (
     COSTS,
     LOST,
@@ -36,6 +36,7 @@ from moe_ep_bench.analysis.notes import chance_words, leaves_idle, notes
 from moe_ep_bench.analysis.reduce import OF_LAYER, OF_PASS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
+from moe_ep_bench.facts import JudgedFacts
 from moe_ep_bench.facts.words import scale_words
 from moe_ep_bench.schema import REHEARSAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
@@ -146,13 +147,8 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
     return Column(name, header, cell=cell)
 
 
-def _about(store: Store, rows: pd.DataFrame) -> pd.Series:
-    """The facts of the comparison that rows are of."""
-    return comparisons(store).set_index(COMPARISON)["facts"][tuple(rows[COMPARISON].iloc[0])]
-
-
 def _text_title(store: Store, rows: pd.DataFrame) -> str:
-    num_ranks = _about(store, rows)["num_ranks"]
+    num_ranks = store.by_id[tuple(rows[COMPARISON].iloc[0])].facts.num_ranks
     return f"{rows['title'].iloc[0]}: answers of the whole model, routing of {num_ranks} virtual ranks; not timed"
 
 
@@ -172,12 +168,12 @@ def _claim_notes(_: Store, rows: pd.DataFrame) -> list[str]:
 
 
 def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
-    facts = _about(store, rows)
+    facts = store.by_id[tuple(rows[COMPARISON].iloc[0])].facts
     how = (
-        f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; "
+        f"{facts.batch_size} requests are routed together, on {facts.num_ranks} virtual ranks; "
         "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed"
-        if "batch_size" in facts
-        else f"{facts['task']}: asked of live servers, of which native is the unpatched one; what a policy dropped is "
+        if isinstance(facts, JudgedFacts)
+        else f"{facts.task}: asked of live servers, of which native is the unpatched one; what a policy dropped is "
         "in its server's log"
     )
     lines = [
@@ -185,8 +181,7 @@ def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
         "number is their mean; that requests of a batch share their routing is not in them",
         how,
     ]
-    limit = facts["limit"]
-    return lines if limit is None else [*lines, f"the first {limit:.0f} questions of each task only"]
+    return lines if facts.limit is None else [*lines, f"the first {facts.limit:.0f} questions of each task only"]
 
 
 # ---- the views -------------------------------------------------------------------------------------------------------
@@ -293,7 +288,7 @@ VIEWS = {
         frame=tasks,
         label_width=math.inf,
         alike=("task",),
-        title=lambda store, rows: _about(store, rows)["title"],
+        title=lambda store, rows: store.by_id[tuple(rows[COMPARISON].iloc[0])].facts.title,
         notes=_task_notes,
     ),
     "phases": View(

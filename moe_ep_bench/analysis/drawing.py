@@ -285,17 +285,16 @@ def public_columns(rows: pd.DataFrame) -> list[str]:
 
 
 def with_fields(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows with parameters of policies, and swept keys by their last words, as columns."""
+    """Rows with parameters of policies, and swept keys by their last words, as columns that an axis can show."""
+
+    def flat(value: Any) -> Any:
+        return value_words(value) if isinstance(value, dict | list) else value
+
     for column in ("policy_params", "point"):
         if column in rows:
             fields = pd.DataFrame([json.loads(text or "{}") for text in rows[column]], rows.index)
             fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
             free = [str(name) for name in fields if name not in rows or rows[name].isna().all()]
             more = [name for name in free if name.isidentifier() and name not in HIDDEN | ADDED]
-            rows = rows.drop(columns=more, errors="ignore").join(fields[more].map(_flat))
+            rows = rows.drop(columns=more, errors="ignore").join(fields[more].map(flat))
     return rows
-
-
-def _flat(value: Any) -> Any:
-    """A value as an axis can show it."""
-    return value_words(value) if isinstance(value, dict | list) else value

@@ -166,14 +166,10 @@ def wide_rows(store: Store, rows: pd.DataFrame, columns: Sequence[str]) -> tuple
     for name in columns:
         match = _PERCENTILE.match(name)
         if name not in rows and match and match["column"] in of_batches:
-            rows = rows.merge(_percentile(batches, **match.groupdict()).rename(name), "left", CASE)
+            means = batches.groupby([*CASE, "batch"])[match["column"]].mean()  # over layers
+            rows = rows.merge(means.groupby(CASE).quantile(int(match["percent"]) / 100).rename(name), "left", CASE)
     known = [str(name) for name in rows if rows[name].notna().any()]
     if any(name in of_batches and name not in known for name in columns):
         rows = rows.drop(columns=[name for name in of_batches if name in rows])
         rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
     return rows, sorted({*known, *of_batches} - HIDDEN - ADDED)
-
-
-def _percentile(batches: pd.DataFrame, column: str, percent: str) -> pd.Series:
-    """A percentile over batches of a column's mean over layers, by case."""
-    return batches.groupby([*CASE, "batch"])[column].mean().groupby(CASE).quantile(int(percent) / 100)

@@ -79,7 +79,9 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["yaml"] = _yaml
+    environment.filters["yaml"] = lambda content: dump_yaml(
+        json.loads(json.dumps(content, default=str)), allow_unicode=True, width=120
+    )
     script = files("moe_ep_bench.analysis").joinpath("report.js").read_text(encoding="utf-8")
     return environment.get_template("report.html").render(
         names=[directory.resolve().name for directory in directories],
@@ -122,7 +124,3 @@ def _image(name: str, drawing: Drawing) -> dict[str, Any]:
     uri = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
     size = {"width": width, "height": height, "least_width": round(_LEAST_SCALE * width)}
     return {"name": name, "title": drawing.title, "caption": drawing.how, "uri": uri, **size}
-
-
-def _yaml(content: Any) -> str:
-    return dump_yaml(json.loads(json.dumps(content, default=str)), allow_unicode=True, width=120)

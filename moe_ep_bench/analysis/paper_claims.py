@@ -269,7 +269,7 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
         text("case", "policy"),
         Column("paper_low", "paper", cell=paper_words),
         Column("ours", "ours", cell=lambda row: _ours(row, "ours")),
-        *([Column("over_topk", "over topk", cell=_over_topk)] if of_topk else []),
+        *([Column("over_topk", "over topk", cell=lambda row: _ours(row, "over_topk", NONE))] if of_topk else []),
         Column("difference", "ours - paper", cell=_difference),
         Column(
             "least",
@@ -300,12 +300,8 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
     return Table(rows, columns, f"Papers' numbers and {ours}: {how}", notes)
 
 
-def _ours(row: Row, column: str) -> str:
-    return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
-
-
-def _over_topk(row: Row) -> str:
-    return NONE if missing(row["over_topk"]) else number_words(row["metric"], row["over_topk"])
+def _ours(row: Row, column: str, none: str = "not measured") -> str:
+    return none if missing(row[column]) else number_words(row["metric"], row[column])
 
 
 def _draws(row: Row) -> str:

@@ -55,8 +55,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     asked = None if options.figures is None else _names("--figures", options.figures, {**FIGURES, **table})
     chosen = {name: table[name] for name in asked or table if name in table}
     how = {"where": None if columns else options.where, "limited": not options.all, "bare": options.bare}
-    with house_style():
-        drawn = _drawn(store, chosen, None if asked else passed_over, **how)
+    drawn = _drawn(store, chosen, None if asked else passed_over, **how)
     for line in passed_over:
         say(line)
     written = write(drawn, out, formats, with_words=options.bare)
@@ -108,14 +107,15 @@ def _drawn(
         how: parameters of ``draw``.
     """
     drawn = {}
-    for name, figure in table.items():
-        with _passing_over(passed_over, ResultsError if name in FIGURES else UserError):
-            drawn[name] = draw(figure, store, **how)
+    with house_style():
+        for name, figure in table.items():
+            with _passing_over(passed_over, ResultsError if name in FIGURES else UserError):
+                drawn[name] = draw(figure, store, **how)
     return drawn
 
 
 def drawings(store: Store, passed_over: list[str] | None = None) -> dict[str, Drawing]:
-    """All figures for which a store has rows; ``passed_over`` as in ``figures_of``. In ``house_style``."""
+    """All figures for which a store has rows; ``passed_over`` as in ``figures_of``."""
     drawn = _drawn(store, figures_of(store, passed_over), passed_over)
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
@@ -153,8 +153,7 @@ def write(
 
 def draw_all(directory: Path) -> str:
     """Draw all figures of a directory beside it, after its command; say in words which."""
-    with house_style():
-        drawn = drawings(load(directory, []))
+    drawn = drawings(load(directory, []))
     write(drawn, directory / "figures")
     where = os.path.relpath(directory / "figures")
     return f"\nfigures in {where}: {', '.join(drawn)}" if drawn else "\nno figure was drawn"
@@ -162,9 +161,7 @@ def draw_all(directory: Path) -> str:
 
 def draw_claims(store: Store) -> list[Path]:
     """Draw ``figures/claims`` of a directory that ``papers`` left; the files, none where nothing was measured."""
-    with house_style():
-        drawn = _drawn(store, {"claims": FIGURES["claims"]}, None)
-    return write(drawn, store.directories[0].folder / "figures")
+    return write(_drawn(store, {"claims": FIGURES["claims"]}, None), store.directories[0].folder / "figures")
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:

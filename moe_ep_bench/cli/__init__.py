@@ -124,13 +124,9 @@ def shown(status: int, report: Callable[[], str]) -> int:
 
 def _shown_of_directory(status: int, out: Path) -> int:
     """Print the table of a results directory."""
+    from moe_ep_bench.analysis.show import end_of_run
 
-    def report() -> str:
-        from moe_ep_bench.analysis.show import end_of_run
-
-        return end_of_run(out)
-
-    return shown(status, report)
+    return shown(status, lambda: end_of_run(out))
 
 
 # ---- commands of a config --------------------------------------------------------------------------------------------
@@ -277,14 +273,10 @@ def _advise(options: Namespace) -> int:
     if options.dry_run:
         print(question.plan)
         return OK
-    status = question.model(force=options.force)
+    from moe_ep_bench.analysis.advise import write_answer
 
-    def report() -> str:
-        from moe_ep_bench.analysis.advise import write_answer
-
-        return write_answer(question, bounds, versus=options.versus, as_json=options.json)
-
-    return shown(status, report)
+    status, how = question.model(force=options.force), {"versus": options.versus, "as_json": options.json}
+    return shown(status, lambda: write_answer(question, bounds, **how))
 
 
 # ---- other commands --------------------------------------------------------------------------------------------------

@@ -270,12 +270,12 @@ def _place_in_sweep(facts: TimedFacts | RoutedFacts | JudgedFacts | ServedFacts)
 
 
 def ordered(value: Any) -> tuple[int, Any]:
-    """A key that orders JSON values of any types: numbers, lists, then words."""
+    """A key that orders JSON values of any types: numbers, words, lists, then all else."""
     if isinstance(value, int | float):
         return 0, value
-    if isinstance(value, list):
-        return 1, [ordered(one) for one in value]
-    return 2, value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    if isinstance(value, str):
+        return 1, value
+    return (2, [ordered(one) for one in value]) if isinstance(value, list) else (3, json.dumps(value, sort_keys=True))
 
 
 def _read_comparison(

@@ -65,15 +65,11 @@ class EmulatedRanks(Runner):
         self.result = Result()
 
     def steps(self, batch: int) -> list[Step]:
-        """The steps of a batch."""
-        raise NotImplementedError
-
-    def time(self, case: Case, step: Step) -> list[RankTime]:
-        """Times of one run on one rank, or on all, one for each micro-batch."""
-        raise NotImplementedError
+        """The steps of a batch; none where nothing runs."""
+        return []
 
     def taken(self, case: Case) -> list[RankTime]:
-        """What all ranks took of the batch that was timed, from ``self._taken``: of each micro-batch, float64 [R]."""
+        """What all ranks took of the batch: of each micro-batch, float64 [R]."""
         raise NotImplementedError
 
     def schedule(self) -> Iterator[Sequence[Step]]:
@@ -87,15 +83,12 @@ class EmulatedRanks(Runner):
             begin = partial(self.begin, self.point.comparison_id)
             traffic = route_batch(self.router, [case.spec for case in self.cases], batch, begin)
             self.traffic = {case.case_id: of_case for case, of_case in zip(self.cases, traffic, strict=True)}
-            self._taken: dict[str, list[tuple[int, list[RankTime]]]] = {case.case_id: [] for case in self.cases}
-            yield self.steps(batch)
+            if steps := self.steps(batch):
+                yield steps
             for case in self.cases:
                 self.result.rows[case.case_id] += self.traffic[case.case_id].rows
                 self.result.frontiers[case.case_id] += self.traffic[case.case_id].frontiers
             self._set_side_by_side(batch)
-
-    def keep(self, case: int, step: Step, times: list[RankTime]) -> None:
-        self._taken[self.cases[case].case_id].append((step.rank, times))
 
     def finish(self) -> Result:
         """Samples and routing of the cases that are in order."""
@@ -137,18 +130,12 @@ class EmulatedRanks(Runner):
 
 
 class ModelledRanks(EmulatedRanks):
-    """Virtual ranks on a device that is not here: nothing runs, and a batch is one run of all ranks."""
-
-    def steps(self, batch: int) -> list[Step]:
-        return [Step(batch, 0, BREAKDOWN)]
-
-    def time(self, case: Case, step: Step) -> list[RankTime]:
-        parts = self.traffic[case.case_id].parts(self.point.num_parts)
-        return [modelled_time(self.point, case.spec, part) for part in parts]
+    """Virtual ranks on a device that is not here: nothing runs."""
 
     def taken(self, case: Case) -> list[RankTime]:
-        ((_, times),) = self._taken[case.case_id]
-        return times
+        self.begin(case.case_id)
+        parts = self.traffic[case.case_id].parts(self.point.num_parts)
+        return [modelled_time(self.point, case.spec, part) for part in parts]
 
 
 def modelled_time(point: Point, case: CaseSpec, traffic: Traffic) -> RankTime:

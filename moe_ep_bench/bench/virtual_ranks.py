@@ -8,6 +8,7 @@ Shapes: R = virtual ranks, T = tokens of a rank, N = tokens of all ranks, D = hi
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 
@@ -53,6 +54,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         self.settings, layer = point.experiment.measure, point.experiment.layer
         self.ceilings = measure_ceilings(device, DTYPES[layer.planned_dtype])
         free_memory(device)  # over 2 GiB on a GPU
+        self._runs: dict[str, list[tuple[int, RankTime]]] = defaultdict(list)  # of a batch, by case id
         self.small = SmallLayers(point, device)
         self.virtual = VirtualStack(stack_builder(point, device), point.ep_size)
         self.stack = self.virtual.stack
@@ -134,7 +136,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
         with self.virtual.connected(), timed:
             yield
 
-    def time(self, case: Case, step: Step) -> list[RankTime]:
+    def time(self, case: Case, step: Step) -> RankTime:
         """One iteration, broken down; the first checks what routers send, and finds where the host waits unclocked."""
         recorder, is_first = self.watch.recorder, step.iteration == 0
         self.virtual.checks_counts = is_first
@@ -142,11 +144,15 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
             times = self.time_run(case, step, recorder)
         case.unclocked = sorted({*case.unclocked, *places})
         beside = {name: times[name] for name in BESIDE_TOTAL if name in times}
-        return [RankTime(*legs_of(recorder.segments_us()), beside)]
+        return RankTime(*legs_of(recorder.segments_us()), beside)
+
+    def keep(self, case: int, step: Step, times: RankTime) -> None:
+        self._runs[self.cases[case].case_id].append((step.rank, times))
 
     def taken(self, case: Case) -> list[RankTime]:
         """Runs of each rank together, then ranks side by side."""
-        runs_R = [[times for of, (times,) in self._taken[case.case_id] if of == rank] for rank in range(self.num_ranks)]
+        runs = self._runs.pop(case.case_id)
+        runs_R = [[times for of, times in runs if of == rank] for rank in range(self.num_ranks)]
         legs = side_by_side([median_legs([run.legs for run in runs]) for runs in runs_R])
         beside = {
             name: np.array([np.median([run.beside[name] for run in runs]) for runs in runs_R])

@@ -518,7 +518,8 @@ def test_ranks_are_shown_under_what_advise_picked(tmp_path: Path, monkeypatch: p
         (case_id,) = cases(load(run)).query("label == @label")["case_id"]
         pick = SimpleNamespace(pick=SimpleNamespace(case_id=case_id), variants=())
         answer = SimpleNamespace(pick=None, variants=(pick,)) if of_variant else pick
-        monkeypatch.setattr(tables_module, "read_advice", lambda _, answer=answer: SimpleNamespace(answers=[answer]))
+        advised = [SimpleNamespace(answers=[answer])]
+        monkeypatch.setattr(tables_module, "read_advices", lambda *_, advised=advised: advised)
         assert set(drawn("ranks", load(run)).rows["label"]) == {"native", label}
         (table,) = tables_module.tables(load(run), ["ranks"])
         assert {row["label"] for row in table.rows} == {"native", label}

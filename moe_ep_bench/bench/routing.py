@@ -33,7 +33,7 @@ from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import RANKS_PER_NODE, routing_metrics
 from moe_ep_bench.placement import Rearrangement, Slots, moved_experts, plan_ahead
 from moe_ep_bench.policies import Routing, RoutingContext
-from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.policies.capacity import IMAGE, ExpandedDrop
 from moe_ep_bench.workload.scores import batch_seed
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
@@ -93,20 +93,16 @@ class Router:
     def chosen_apart(self, case: CaseSpec, tokens: Tokens) -> list[tuple[Tensor, Tensor]]:
         """Of each micro-batch the pairs with experts of other ranks, and with a rank's own, whichever rank that is.
 
-        Of a policy that ``fills_experts_apart``.
+        Of a policy that ``fills_experts_apart``: as if no expert were a rank's own, and as if all were.
         """
-        form = form_of(case.policy or NATIVE, tokens.scores_TE.device, is_shared=True)
-        maps = []
+        assert isinstance(case.policy, ExpandedDrop)
+        device, maps = tokens.scores_TE.device, []
+        others, own = (
+            form_of(one, device, is_shared=True) for one in (replace(case.policy, num_candidates=0), case.policy)
+        )
         for part in tokens.parts(self.point.num_parts):
-            context, num_experts = self._sharing_context(case, part), part.scores_TE.shape[1]
-            others_TE, there_TE, own_TE = (
-                form.route(part.scores_TE, replace(context, num_ranks=num_ranks, rank=rank)).map_TE
-                for num_ranks, rank in ((context.num_ranks, 0), (context.num_ranks, 1), (1, 0))
-            )
-            num_local = num_experts // context.num_ranks
-            others_TE = others_TE.clone()
-            others_TE[:, :num_local] = there_TE[:, :num_local]  # Rank 0's own are no others there.
-            maps.append((others_TE, own_TE))
+            context = replace(self._sharing_context(case, part), num_ranks=1, rank=0)
+            maps.append(tuple(form.route(part.scores_TE, context).map_TE for form in (others, own)))
         return maps
 
     def _routed(

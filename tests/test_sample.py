@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +198,22 @@ def test_ranks_with_the_same_tokens_are_as_if_each_were_routed(
             assert [row[key] for key in SUMMED] == pytest.approx([expected[key] for key in SUMMED], rel=1e-12)
         for part, expected_part in zip(one.parts, other.parts, strict=True):
             assert np.array_equal(part.counts_RP, expected_part.counts_RP)
+
+
+def test_rows_of_ranks_that_are_closed_are_freed_at_once(tmp_path: Path) -> None:
+    """Not when garbage is next collected: rows of many points would stand beside each other."""
+    point = planned(tmp_path, "workload.num_tokens=512")
+    gc.disable()
+    try:
+        ranks = ModelledRanks(point, point.cases, CPU, lambda _: None)
+        with torch.inference_mode():
+            measure_point(ranks, ranks.begin)
+        there = weakref.ref(ranks)
+        ranks.close()
+        del ranks
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_slots_of_ranks_with_the_same_tokens_get_what_a_balancer_gave_them(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
     from moe_ep_bench.timing.protocol import PLAIN
 
     ranks = ModelledRanks(point, point.cases, torch.device("cpu"), lambda _: None)
-    with torch.inference_mode():
+    with torch.inference_mode(), contextlib.closing(ranks):
         result = measure_point(ranks, ranks.begin)
     total, plain = result.columns[TOTAL], [place for step, place in result.steps.items() if step.kind == PLAIN]
     time_us = {case_id: times_RSC[:, plain, total].max(axis=0) for case_id, times_RSC in result.times.items()}

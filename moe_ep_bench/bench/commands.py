@@ -277,6 +277,7 @@ def _measure(job: Job, points: Sequence[Point], *, force: bool) -> int:
                 # Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
                 hint = "; what is finished stays, the same command goes on from there"
                 job.on_first(partial(write, directory, run_id, point, result, job.launch), hint)
+                del result  # The next point's rows would stand beside it.
         return job.on_first(partial(_status, directory, points, job.launch))
 
 

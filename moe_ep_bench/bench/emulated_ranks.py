@@ -90,6 +90,10 @@ class EmulatedRanks(Runner):
                 self.result.frontiers[case.case_id] += self.traffic[case.case_id].frontiers
             self._set_side_by_side(batch)
 
+    def close(self) -> None:
+        """Let go of rows and tokens, which cases and their runner would keep in a circle."""
+        self.cases, self.traffic = [], {}
+
     def finish(self) -> Result:
         """Samples and routing of the cases that are in order."""
         for case in self.cases:

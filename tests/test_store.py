@@ -187,6 +187,7 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) ->
     row = cases(load(tmp_path)).set_index("case_id").loc[failed["case_id"]]
     assert (row["status"], row["reason"]) == ("oom", f"launch {launch + 1}: too big")
     assert row[["median_ms", "speedup_median", "dropped_share"]].isna().all()
+    assert set(load(tmp_path).comparisons[0].conditions) == {0, 1}, "others were measured in both"
 
 
 def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:

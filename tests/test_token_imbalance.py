@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,10 @@ import torch
 from test_run import CONFIG, cases_of, launch, routing_of, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.bench.description import _drawn
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import OK, UserError
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.token_imbalance import TOKEN_IMBALANCE
 
@@ -112,3 +116,12 @@ def test_a_rank_to_which_no_token_goes_computes_on_and_the_checksum_is_a_fact(tm
     assert main(["route", str(config), "--out", str(tmp_path / "route")]) == OK
     (routed,) = json.loads((tmp_path / "route" / "run.json").read_text())["comparisons"].values()
     assert routed["routing_checksum"] == expected
+
+
+def test_layers_have_one_checksum_of_all_and_none_where_one_has_none() -> None:
+    patterns = [workload("W2_hot_rank"), workload("W5_zero_expert_rank")]
+    drawn = SyntheticWorkload(8, 2, 128, 4, 16, 1234)
+    own = [one.routing_checksum(2) for one in patterns]
+    for workloads, expected in ((patterns[:1], own[0]), (patterns, stable_hash(own)), ([drawn, drawn], None)):
+        model: Any = SimpleNamespace(ep_size=2, workloads=dict(enumerate(workloads)))
+        assert _drawn(model)["routing_checksum"] == expected

@@ -217,7 +217,7 @@ class Links(Preset):
             return float(self.reduce.time_us(num_bytes)) if num_ranks > 1 else 0.0
         total = 0.0
         for link, partners in self._levels(num_ranks):
-            if link is not None and partners > 1:
+            if link is not None:
                 short_us = math.ceil(math.log2(partners)) * float(link.time_us(num_bytes))
                 total += min(short_us, 2 * _doubling_us(link, partners, num_bytes / partners))
         return total

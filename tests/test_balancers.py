@@ -291,6 +291,15 @@ def test_epic_exchanges_the_two_experts_that_help_most_inside_a_node(batch: Batc
     assert all(sender // how["ranks_per_node"] == receiver // how["ranks_per_node"] for sender, receiver in ways)
 
 
+def test_a_pair_of_ranks_without_a_gain_keeps_no_other_of_its_node_from_one() -> None:
+    load_E = [120, 80, 60, 40, 50, 30, 10, 10, 100, 0, 40, 40, 10, 10, 0, 0]  # rank 4 has nothing to gain from rank 7
+    batch = Batch(with_free_slots(16, 8, 1), np.array([load_E] + [[0] * 16] * 7))
+    how = {"least_pairs": 1, "ranks_per_node": 4}
+    after_R = on_ranks(epic(batch.slot_expert_P, batch.counts_RE, **how).pairs_P, 8).tolist()
+    assert after_R == slow_epic(batch, **how)
+    assert after_R[4:] == [100, 50, 50, 0]
+
+
 @some_examples
 @given(batch=batches(moving=True), more=st.integers(0, 2**32), how=options)
 def test_epics_experts_stay_where_they_went(batch: Batch, more: int, how: dict[str, Any]) -> None:

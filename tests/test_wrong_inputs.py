@@ -23,7 +23,7 @@ from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import load_experiments, override
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.errors import USER_ERROR, UserError
+from moe_ep_bench.errors import USER_ERROR, UserError, did_you_mean
 from moe_ep_bench.files import dump_yaml, parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -505,3 +505,7 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             load_experiments(write(tmp_path, model=model), on_cpu=False)
+
+
+def test_a_name_that_holds_a_word_is_meant_before_one_that_is_spelt_like_it() -> None:
+    assert did_you_mean("lite", ["lits", "deepseek-v2-lite"]) == " (did you mean deepseek-v2-lite?)"

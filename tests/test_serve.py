@@ -149,8 +149,8 @@ def test_pieces_that_come_at_once_are_one_arrival(tmp_path: Path) -> None:
         with fake(tmp_path, f"--token-ms 100 --bunch {bunch}") as one:
             (found[bunch],) = asked(one.url, ["a"], max_tokens=8)
     assert found[1].text == found[4].text
-    assert found[4].num_arrivals == 2
-    assert found[1].num_arrivals > 4, "8 but for what a busy machine does"
+    # 2 and 8 but for what a busy machine does.
+    assert 2 <= found[4].num_arrivals <= 4 < found[1].num_arrivals
 
 
 def test_as_many_requests_are_in_flight_as_asked_and_answers_keep_their_order(tmp_path: Path) -> None:

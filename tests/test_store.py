@@ -190,6 +190,18 @@ def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) ->
     assert set(load(tmp_path).comparisons[0].conditions) == {0, 1}, "others were measured in both"
 
 
+def test_what_was_dropped_is_unknown_where_it_is_unknown_of_a_batch(tmp_path: Path) -> None:
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), **FEW)])
+    path = RunDirectory(tmp_path).path("routing", "c0")
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0] |= {"num_dropped_pairs": None, "num_rerouted_pairs": None}
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), path)
+    found = cases(load(tmp_path)).set_index("case_id")["dropped_share"]
+    assert np.isnan(found.pop(rows[0]["case_id"])), "a mean over the others would be none"
+    assert found.notna().any()
+
+
 def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
     lost = [dataclasses.replace(case, status="oom", reason="too big") for case in standard_cases()]
     write_run(tmp_path, [FakeComparison(cases=lost, **FEW)])

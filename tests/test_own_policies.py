@@ -13,14 +13,15 @@ from pathlib import Path
 import hf_models
 import pandas as pd
 import pytest
+import torch
 import yaml
 from results_builder import label_in
 
 from moe_ep_bench import cli
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.facts import CaseFacts
-from moe_ep_bench.policies import policy_class, source_hash
-from moe_ep_bench.policies.laws import LAWS
+from moe_ep_bench.policies import make_policy, policy_class, source_hash
+from moe_ep_bench.policies.laws import LAWS, check_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -171,6 +172,20 @@ def test_a_law_behind_one_that_is_always_broken_counts_as_not_tried(
     assert cli.main(["check-policy", NAME]) == CASES_FAILED
     said = capsys.readouterr().out
     assert (said.count("BROKEN: "), said.count("  kept: "), said.count("not tried: ")) == (1, 0, len(LAWS) - 1)
+
+
+def test_trials_that_a_policy_refuses_are_counted_and_all_others_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy({"name": "topk"})
+
+    def check(self: object, scores_TE: torch.Tensor, context: object) -> None:
+        if len(scores_TE) % 2:
+            raise ValueError("an odd number of tokens")
+
+    monkeypatch.setattr(type(policy), "check", check)
+    said, _ = check_text(policy, "topk")
+    counts = re.match(r"topk: (\d+) trials, (\d+) refused \(.*: an odd number of tokens\)\n", said)
+    assert counts is not None
+    assert min(map(int, counts.groups())) > 1
 
 
 CONTRACT = "expected @dataclass(frozen=True, kw_only=True) on a class that extends"

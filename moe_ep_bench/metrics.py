@@ -146,7 +146,10 @@ def metrics_by_rank(
         *(np.split(values, cut) if len(values) else [values] * len(maps_TE) for values in of_tokens), strict=True
     )
     sizes = context.num_ranks, ranks_per_node, np.array(ranks)
-    parts = [counts_by_rank(*map(_bytes, maps), *own, *sizes) for maps, own in zip(maps_TE, cut_T, strict=True)]
+    parts = [
+        counts_by_rank(_bytes(others_TE), _bytes(own_TE), top_k_TE, part_TE, valid_T, *sizes)
+        for (others_TE, own_TE), (top_k_TE, part_TE, valid_T) in zip(maps_TE, cut_T, strict=True)
+    ]
     whole = [np.sum(counts, axis=0) for counts in zip(*parts, strict=True)]
     for place, rank in enumerate(ranks):
         counts = [*(values[place] for values in whole[:3]), *(values[place].item() for values in whole[3:])]

@@ -508,4 +508,4 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
 
 
 def test_a_name_that_holds_a_word_is_meant_before_one_that_is_spelt_like_it() -> None:
-    assert did_you_mean("lite", ["lits", "deepseek-v2-lite"]) == " (did you mean deepseek-v2-lite?)"
+    assert did_you_mean("lite", ["lute", "deepseek-v2-lite"]) == " (did you mean deepseek-v2-lite?)"

@@ -375,7 +375,7 @@ def _served(store: Directory, rows: pd.DataFrame) -> pd.DataFrame:
     for name, column in QUANTITIES.items():
         found.append(_judged(times_us[column].dropna(), rows).drop(columns="detectable").add_prefix(f"{name}_"))
     first, *others = found
-    return first.join(others, how="outer").reindex(rows.index)
+    return first.join([*others], how="outer").reindex(rows.index)
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:

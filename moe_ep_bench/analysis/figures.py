@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,7 +37,7 @@ _SPEEDUP = (*ends("speedup"), "speedup_is_interval", "floor_low", "floor_high")
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
 
 
-def _over_steps(y: str, height: float, **more: object) -> Panel:
+def _over_steps(y: str, height: float, **more: Any) -> Panel:
     """A column over capacity factors; of policies without one it is as high as their names need."""
 
     def inches(rows: pd.DataFrame) -> float:

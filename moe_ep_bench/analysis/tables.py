@@ -120,7 +120,7 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
 
 def _with_total(_: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with ``phases_ms``, the sum of a layer's groups of phases, or of the parts of a pass."""
-    layer_ms, pass_ms = (rows.reindex(columns=names).sum(axis=1, min_count=1) for names in (OF_LAYER, OF_PASS))
+    layer_ms, pass_ms = (rows.reindex(columns=list(names)).sum(axis=1, min_count=1) for names in (OF_LAYER, OF_PASS))
     return rows.assign(phases_ms=layer_ms.mask(rows["scope"] == "model", pass_ms))
 
 

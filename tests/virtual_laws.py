@@ -152,7 +152,7 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
                 waits: list[object] = []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
                 with mock.patch.object(HostStream, "synchronize", lambda event, waits=waits: waits.append(event)):
-                    (took,) = runner.time(running, Step(0, 0, BREAKDOWN, rank))
+                    took = runner.time(running, Step(0, 0, BREAKDOWN, rank))
                 hook.remove()
                 assert waits, f"{case.label}: the host paces no layer in which it waits for its device"
                 assert [counts_L.tolist() for counts_L in seen] == [of_layer.received_RL[rank].tolist()], case.label

@@ -412,7 +412,7 @@ def said_of(question: Question) -> tuple[str, ...]:
 
 def notes_of(question: Question) -> tuple[str, ...]:
     """What is noted of candidates and traffic: not why something is modelled."""
-    return tuple(note for note in said_of(question) if "not measured elsewhere" not in note)
+    return tuple(note for note in said_of(question) if " modelled: " not in note)
 
 
 def recording(path: Path, *, full: bool, **metadata: str) -> Path:

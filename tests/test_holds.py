@@ -289,6 +289,11 @@ def test_each_rank_batch_and_case_has_its_own_slower_one_and_phases_leave_the_re
 # ---- virtual ranks ---------------------------------------------------------------------------------------------------
 
 
+def test_a_batch_has_a_round_more_where_there_is_a_warm_up() -> None:
+    rounds = [MeasureConfig(iterations=3, warmup=warmup).fewest_rounds for warmup in (0, 1, 5)]
+    assert rounds == [4, 5, 5]
+
+
 def test_the_last_rounds_of_each_virtual_rank_count() -> None:
     ranks, settings = VirtualRanks.__new__(VirtualRanks), MeasureConfig(iterations=3)
     ranks.settings, ranks.num_ranks, kept = settings, 2, []

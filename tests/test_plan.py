@@ -214,3 +214,16 @@ def test_ranks_carry_out_the_launchers_plan_without_the_config(config: Path, mon
         read_plan(text.replace(plan_hash(planned), plan_hash(planned[:1])), NUM_RANKS)
     with pytest.raises(UserError, match="the plan: expected the cases of"):
         read_plan(text.replace('"seed": 1', '"seed": 2'), NUM_RANKS)
+
+
+def test_torchrun_starts_each_launch_of_the_point_that_was_asked_for(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(commands, "torchrun", lambda commands, *_, **__: started.extend(commands))
+    commands.launch(config, tmp_path / "out", ["measure.launches=2"], NUM_RANKS, force=True, point=1)
+    alike = ["run", str(config), "--out", str(tmp_path / "out"), "--set=measure.launches=2", "--point", "1", "--force"]
+    assert started == [[*alike, "--launch", "0"], [*alike, "--launch", "1"]]
+    started.clear()
+    commands.launch(config, tmp_path / "out", [], NUM_RANKS)
+    assert started == [["run", str(config), "--out", str(tmp_path / "out"), "--launch", "0"]]

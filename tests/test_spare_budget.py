@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from moe_ep_bench.bench import point as points
 from moe_ep_bench.bench.checks import ROUTING, VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import MOST_OF_MEAN, Point
@@ -124,9 +125,15 @@ def test_memory_is_that_of_all_layers_slots(config: Path) -> None:
         assert mean <= 0.6
 
 
-def test_a_layer_gets_no_more_than_some_times_the_mean(config: Path) -> None:
+def test_a_layer_gets_no_more_than_some_times_the_mean(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, of_layer = [], points.fullest_by_spare
+    monkeypatch.setattr(
+        points, "fullest_by_spare", lambda *args, **sizes: (most.append(sizes["most"]), of_layer(*args, **sizes))[1]
+    )
+    monkeypatch.setattr(points, "_DIVIDED", {})
     (point, *_) = plan(config, ["emulate.replication=[{spare_budget: 1}]", "workload.num_batches=2"], VIRTUAL)
     assert max(point.spare_by_layer(replicated(point).replication)) <= MOST_OF_MEAN
+    assert most == [MOST_OF_MEAN] * NUM_LAYERS, "more are not even planned for"
 
 
 def test_the_answer_says_which_layers_got_slots(

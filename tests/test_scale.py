@@ -46,7 +46,7 @@ def test_emulated_ranks_take_time_by_the_token_and_memory_by_the_rank(tmp_path: 
     few, some, many = (emulated(tmp_path, ranks) for ranks in (8, 128, 512))
     assert (many[0] - some[0]) / 384 < 2 * (some[0] - few[0]) / 120
     batch_bytes = 4 * 384 * TOKENS_PER_RANK * NUM_EXPERTS  # the added ranks' scores alone
-    assert many[1] - some[1] < batch_bytes
+    assert many[1] - some[1] < 1.5 * batch_bytes, "their tokens as they are routed take 4.5 times as much"
 
 
 @pytest.mark.scale

@@ -26,6 +26,7 @@ from moe_ep_bench.bench.tokens import Batches
 from moe_ep_bench.bench.traffic import route_layer
 from moe_ep_bench.config import RebalanceConfig
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.capacity import ExpandedDrop
 from moe_ep_bench.schema import TOTAL
 
 CPU = torch.device("cpu")
@@ -198,6 +199,14 @@ def test_ranks_with_the_same_tokens_are_as_if_each_were_routed(
             assert [row[key] for key in SUMMED] == pytest.approx([expected[key] for key in SUMMED], rel=1e-12)
         for part, expected_part in zip(one.parts, other.parts, strict=True):
             assert np.array_equal(part.counts_RP, expected_part.counts_RP)
+
+
+def test_a_policy_of_ones_own_is_routed_on_each_rank() -> None:
+    class Mine(ExpandedDrop):
+        """Which may choose otherwise."""
+
+    assert ExpandedDrop(capacity_factor=1.0, scope="local").fills_experts_apart
+    assert not Mine(capacity_factor=1.0, scope="local").fills_experts_apart
 
 
 def test_rows_of_ranks_that_are_closed_are_freed_at_once(tmp_path: Path) -> None:

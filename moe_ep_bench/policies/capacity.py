@@ -202,7 +202,8 @@ class ExpandedDrop(CapacityPolicy):
 
     @property
     def fills_experts_apart(self) -> bool:
-        takes_all = self.num_candidates is None and self.max_experts_per_token is None
+        # A class of a user's own may choose otherwise.
+        takes_all = type(self) is ExpandedDrop and self.num_candidates is None and self.max_experts_per_token is None
         return takes_all and self.scope == "local" and self.granularity == "expert" and not self.draws
 
     def further_experts(self, num_experts: int, context: RoutingContext) -> int:

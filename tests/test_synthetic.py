@@ -26,6 +26,7 @@ from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload import solving
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.long_run import long_run_loads
+from moe_ep_bench.workload.motion import Motion
 from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.targets import Skews
@@ -72,6 +73,35 @@ def shared(batch, top_k):
 
 
 # The model's top-k
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"topk_share": 0.5},
+        {"batch_peak_load": 3.0},
+        {"neighbour_overlap": 2.0},
+        {"rank_load": (4, 1.5)},
+        {"motion": Motion("hotspot", 1)},
+    ],
+    ids=lambda changes: next(iter(changes), "peak_load"),
+)
+def test_loads_that_are_counted_without_scores_are_those_of_the_scores(changes):
+    workload = synthetic(num_history=2, **changes)
+    for index in (-2, -1, 1):
+        counted_E = workload.loads_without_scores(index)
+        assert counted_E.tolist() == loads(workload.batch(index), workload.top_k).tolist()
+        assert counted_E.sum() == 2048 * 6
+
+
+def test_loads_that_hang_on_scores_are_not_counted_without_them():
+    for changes in (
+        {"num_groups": 4, "top_groups": 2},
+        {"peak_load": 1},
+        {"peak_load": None, "pattern": "power_law_1.2"},
+    ):
+        assert synthetic(**changes).loads_without_scores(0) is None
 
 
 @few_examples

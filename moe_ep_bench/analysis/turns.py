@@ -233,14 +233,15 @@ def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
     from moe_ep_bench.bench.measure import measure_point
     from moe_ep_bench.timing.protocol import PLAIN
 
-    ranks = ModelledRanks(point, point.cases, torch.device("cpu"), lambda _: None)
+    cases = [case for case in point.cases if case.role in (BASELINE, POLICY, REPLICATION)]
+    ranks = ModelledRanks(point, cases, torch.device("cpu"), lambda _: None)
     with torch.inference_mode(), contextlib.closing(ranks):
         result = measure_point(ranks, ranks.begin)
     total, plain = result.columns[TOTAL], [place for step, place in result.steps.items() if step.kind == PLAIN]
     time_us = {case_id: times_RSC[:, plain, total].max(axis=0) for case_id, times_RSC in result.times.items()}
-    native, fit, rows = next(case for case in point.cases if case.role == BASELINE), fit_of(point), []
-    for case in point.cases:
-        if case.role not in (POLICY, REPLICATION) or case.policy == NATIVE:
+    native, fit, rows = next(case for case in cases if case.role == BASELINE), fit_of(point), []
+    for case in cases:
+        if case is native or case.policy == NATIVE:
             continue
         speedup_S, costs = time_us[native.case_id] / time_us[case.case_id], _costs(result.rows[case.case_id])
         is_out = costs["dropped_share"] > bounds.max_dropped + ROUNDING

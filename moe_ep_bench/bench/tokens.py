@@ -229,9 +229,19 @@ class Batches:
         return self._known[key]
 
     def loads(self, batch: int) -> NDArray[np.float64] | NDArray[np.int64]:
-        """Pairs of each expert, or in relation to each other what a sample is matched to, which need not be drawn."""
-        matched_E = self._point.workload.matched_loads(batch)
-        return self.native_counts(batch).sum(axis=0) if matched_E is None else matched_E
+        """Pairs of each expert, or in relation to each other what a sample is matched to, which need not be drawn.
+
+        Of batches ahead of the first, which nobody routes, no scores are made where loads can be had without.
+        """
+        workload = self._point.workload
+        if (matched_E := workload.matched_loads(batch)) is not None:
+            return matched_E
+        counts_all = self._few is None and not self._point.experiment.workload.padding_per_rank
+        if batch < 0 and counts_all:
+            loads_E = self.once(("loads", batch), lambda: workload.loads_without_scores(batch))
+            if loads_E is not None:
+                return loads_E
+        return self.native_counts(batch).sum(axis=0)
 
     def native_counts(self, batch: int) -> NDArray[np.int64]:
         """Pairs of each rank's tokens and each expert under the model's own top-k, padding's too: int64 [R, E]."""

@@ -109,7 +109,7 @@ def _device_of_tables(
         shape = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
         raise UserError(f"{name} has no measured experts of {shape_words(shape)}, EP {ep_size}, {dtype}")
     tables = Tables.named(name, "moe")
-    measured = tables.read(["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"]
+    measured = tables.read(["moe_dtype"], moe_tp_size=1)["moe_dtype"]
     dtypes = sorted(set(measured) & PRECISIONS.keys())
     if dtype not in dtypes:
         raise UserError(f"{tables.name}: expected layer.dtype one of {', '.join(dtypes)}; got {dtype}")
@@ -145,10 +145,9 @@ def read_moe(
     is_planned, stands = tables.backend.startswith(WIDE), distribution == ""
     if stands:
         distribution = PLANNED if is_planned else UNIFORM if tables.backend else BALANCED
-    filters = [("moe_tp_size", "=", tp_size)]
-    filters += [("moe_dtype", "=", dtype)] if dtype else []
-    filters += [("distribution", "=", distribution)] if distribution else []
-    rows = tables.read([*_MOE_COLUMNS, *["num_slots"] * is_planned], filters)
+    equal = {"moe_dtype": dtype, "distribution": distribution, "moe_tp_size": tp_size}
+    given = {column: value for column, value in equal.items() if value}
+    rows = tables.read([*_MOE_COLUMNS, *["num_slots"] * is_planned], **given)
     rows = rows.rename(columns=_NAMES).assign(us=rows["latency"] * 1e3)
     rows["ffn_hidden_size"] //= tp_size
     if not is_planned:

@@ -140,7 +140,10 @@ def _names(file: Path, backend: str) -> set[str]:
 
     if not file.is_file():
         return set()
-    return set(pq.read_table(file, columns=["comm_backend"])[0].to_pylist()) if file.name == A2A else {backend}
+    if file.name != A2A:
+        return {backend}
+    with pq.ParquetFile(file) as table:
+        return set(table.read(columns=["comm_backend"])[0].to_pylist())
 
 
 def is_open(name: str) -> bool:
@@ -236,8 +239,8 @@ class Tables(NamedTuple):
             file=self.file,
         )
 
-    def read(self, columns: Sequence[str], filters: Any = None) -> pd.DataFrame:
-        """Some columns and rows of the file; ``filters`` as pyarrow takes them.
+    def read(self, columns: Sequence[str], **equal: object) -> pd.DataFrame:
+        """Some columns of the file, and of its rows those that have these values of columns.
 
         Raises:
             UserError: the file is missing or damaged; the line names it.
@@ -249,7 +252,12 @@ class Tables(NamedTuple):
         if not path.is_file():
             raise UserError(f"{' '.join(package_version())}, {self.file}: there is no such file")
         try:
-            return pq.read_table(path, columns=list(columns), filters=filters).to_pandas()
+            # ``pq.read_table`` imports pyarrow.dataset, which takes a quarter of a second.
+            with pq.ParquetFile(path) as file:
+                rows = file.read(columns=list({*columns, *equal})).to_pandas()
+            for column, value in equal.items():
+                rows = rows[rows[column] == value]
+            return rows[list(columns)].reset_index(drop=True)
         except (pa.ArrowException, OSError, KeyError) as problem:
             raise UserError(f"{path}: damaged: {brief(str(problem), quoted=False)}") from None
 
@@ -412,7 +420,7 @@ def exchange_rows(tables: Tables) -> pd.DataFrame:
     shape = ["hidden_size", "num_experts"]
     if tables.file.endswith(A2A):
         columns = [*shape, "node_num", "num_tokens", "topk", "ep_size", "phase", "comm_dtype", "sms", "latency"]
-        rows = tables.read(columns, [("comm_backend", "=", tables.backend)]).rename(columns=names)
+        rows = tables.read(columns, comm_backend=tables.backend).rename(columns=names)
         dtype = rows["comm_dtype"].replace("default", "")
         return rows.assign(us=rows["latency"], dtype=dtype).drop(columns=["latency", "comm_dtype"])
     of_phase = {"transmit_us": "{}_transmit_us", "notify_us": "{}_notify_us", "sms": "{}_sms"}

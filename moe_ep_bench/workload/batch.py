@@ -115,6 +115,10 @@ class Workload(ABC):
         """Loads over the mean that a batch is matched to, float64 [E], and nothing is drawn for; None = to none."""
         return None
 
+    def loads_without_scores(self, index: int) -> NDArray[np.int64] | None:
+        """Pairs of each expert in a batch under the model's own top-k, int64 [E]; None = scores must be made."""
+        return None
+
     @functools.cached_property
     def selection(self) -> RoutingContext:
         """The model's own top-k."""

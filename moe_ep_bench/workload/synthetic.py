@@ -235,6 +235,17 @@ class SyntheticWorkload(Workload):
             yield scores_TE
             first += len(scores_TE)
 
+    def loads_without_scores(self, index: int) -> NDArray[np.int64] | None:
+        # Groups are compared by scores.
+        if self.pattern is not None or self.is_balanced or self.num_groups is not None:
+            return None
+        bias_HE, half_T = self._matched(index)
+        if half_T.any():
+            return None
+        rule = {"sequence_length": self.sequence_length, "copying": self._copying}
+        noise = gumbel_noise(self.seed, index, [Run(0, self.num_tokens)], self.num_experts, **rule)
+        return expert_loads(noise, bias_HE[0], self.selection)[self._places(index)]
+
     def _patterned(self, noise_TE: NDArray[np.float64], index: int, row_T: NDArray[np.int64]) -> NDArray[np.float64]:
         """Logits of some tokens of batch ``index`` under the pattern, from their noise."""
         assert self.pattern is not None

@@ -206,7 +206,8 @@ if [ -z "$system_torch$cuda12" ] && command -v uv >/dev/null &&
   ! grep -qE '[:.](no-index|index-url|extra-index-url|find-links)=' <<<"$told"; then
   uv pip install --python "$venv/bin/python" --constraint <(echo "$constraints") --requirement <(echo "$needs") || exit 1
 else
-  "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check \
+  # Python compiles what it imports; to compile all that is installed takes a minute.
+  "$venv/bin/python" -m pip install --no-compile --progress-bar off --disable-pip-version-check \
     ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
     --constraint <(echo "$constraints") --requirement <(echo "$needs") | progress || exit 1
 fi

@@ -23,6 +23,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+from policy_cases import similarity_file
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
 
 from moe_ep_bench import results
@@ -190,6 +191,32 @@ def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_
         ("oom", f"before timing: rank 1: {OUT_OF_MEMORY}"): 2,  # by routing, and when it was checked
         ("ok", ""): 4,
     }
+
+
+BATCH_WIDE = [
+    {"name": "oea", "k0": 3},
+    {"name": "xshare", "k0": 1, "budget": 8},
+    {"name": "lynx", "num_dropped": 8},
+    {"name": "budget_drop", "max_dropped": 0.3},
+    {"name": "expert_drop", "fraction": 0.5},
+    {"name": "sere", "k0": 1, "similarity": similarity_file(64)},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "unheard"])
+def test_a_batch_wide_policy_is_held_to_the_statistics_of_all_ranks(fault: str, tmp_path: Path) -> None:
+    """Where one rank's are left out of the sum, all ranks route alike and compute rightly what they chose: wrong."""
+    decode = {"workload__num_tokens": 16, "workload__sequence_length": 1, "workload__peak_load": None}
+    config = write_config(tmp_path, **SMALL, **decode, policies=[{"name": "topk"}, *BATCH_WIDE])
+    faults = ",".join(f"{spec['name']}={fault}" for spec in BATCH_WIDE if fault)
+    done = launch(config, "--out", tmp_path / "out", faults=faults)
+    assert done.returncode == (CASES_FAILED if fault else OK), done.stderr
+    found = statuses(tmp_path / "out")
+    lost = {label.split()[0]: reason for label, (status, reason) in found.items() if status != "ok"}
+    wrong = "before timing: output differs from the dense reference by inf, allowed is 0.0001"
+    assert lost == {spec["name"]: wrong for spec in BATCH_WIDE if fault}
+    assert len(found) == 4 + len(BATCH_WIDE)
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ class RealRanks(LayerRunner):
         self.inputs = [self._new_input(batch) for batch in range(self.num_batches)]
         self.captured: dict[tuple[str, int, bool], CapturedRun] | None = None
         self._reference: DenseReference | None = None
+        self._stats: dict[tuple[str, int | None], Tensor] = {}  # by case and layer: what oracles need on batch 0
         flush = CacheFlush(self.device) if self.settings.flush_l2 else None
         self.watch = Stopwatch(PhaseRecorder(clock_for(self.device)), self.meet, flush, self.settings.hold_us)
         self.conditions: dict[str, Any] = {}
@@ -197,6 +198,8 @@ class RealRanks(LayerRunner):
             native: Tensor | None = None
             for case in self.cases:
                 self.job.begin(case.case_id)
+                if batch == 0:
+                    self._share_stats(case)
                 is_native = case.spec.role == BASELINE
                 if is_native and batch == 0:  # Where it is lost, no case of this size can be had.
                     self.job.guard.at(self.point.comparison_id)
@@ -205,6 +208,21 @@ class RealRanks(LayerRunner):
                 with self._without_others(case):
                     self._note(case, batch, seen, native)
         self.drop_failing("before timing")
+
+    def _share_stats(self, case: Case) -> None:
+        """Sum a batch-wide policy's statistics of batch 0 over its EP group, apart from the layer's own all-reduce."""
+        policy, ranks, ep_size = case.spec.policy, self.job.ranks, self.point.ep_size
+        if policy is None or ep_size == 1:
+            return
+        for layer in self.point.workloads:
+            stats_SE: Tensor | None = None
+            with self._without_others(case):
+                tokens, oracle = self.tokens_of(case, 0, layer), oracle_for(policy, self.device)
+                stats_SE = oracle.batch_stats(tokens.scores_TE, self.router.context(case.spec, tokens))
+            of_ranks = ranks.all_gather(None if stats_SE is None else stats_SE.cpu())
+            of_group = [one for one in of_ranks[ranks.rank // ep_size * ep_size :][:ep_size] if one is not None]
+            if of_group:
+                self._stats[case.case_id, layer] = torch.stack(of_group).sum(dim=0)
 
     def _note(self, case: Case, batch: int, seen: Look, native: Tensor | None) -> None:
         """Record the metrics of a run, NaN and Inf, and on batch 0 the error beside the reference."""
@@ -260,19 +278,15 @@ class RealRanks(LayerRunner):
         return places_N.long().to(self.device)
 
     def _reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
-        """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
-
-        Not so the map of a policy whose statistics are summed over other ranks.
-        """
+        """Compare a layer's run on batch 0 with the dense reference, and a policy's map with the policy itself."""
         policy, tokens, router = case.spec.policy, self.tokens_of(case, 0, layer), self.router
         weights_NE = seen.routing.weights_TE[self._checked_rows(0)]
         error = self.reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
-        is_alone = self.point.ep_size == 1
-        if policy is not None and (
-            is_alone or policy.batch_stats(tokens.scores_TE, router.context(case.spec, tokens)) is None
-        ):
+        if policy is not None:
             # In a context of its own, whose random numbers are at their start.
-            expected = oracle_for(policy, self.device).route(tokens.scores_TE, router.context(case.spec, tokens))
+            oracle, stats_SE = oracle_for(policy, self.device), self._stats.get((case.case_id, layer))
+            stats_SE = None if stats_SE is None else stats_SE.to(self.device)
+            expected = oracle.route(tokens.scores_TE, router.context(case.spec, tokens), stats_SE)
             if not torch.equal(expected.map_TE, seen.routing.map_TE):
                 error = float("inf")
         case.error = worse(error, case.error)

@@ -6,6 +6,7 @@ until it is requeued, or with ``until=2`` until it is requeued the second time.
 Some keys are no policies: ``torch=1.0`` gives the last rank another version of torch. ``build=oom`` lets the last rank
 run out of memory when it builds its first layer, ``check=oom`` when it holds outputs against the reference for the
 fourth time.
+``unheard`` leaves the last rank's statistics out of what the ranks of a batch-wide policy sum.
 ``exchange=wrong`` and ``exchange=kill`` strike in the all-to-all of ``doctor``. Python imports this module at start-up.
 """
 
@@ -75,7 +76,7 @@ def _inject() -> None:
     from moe_ep_bench.layer.megatron import TopKRouter
     from moe_ep_bench.layer.router import PolicyRouter
 
-    routing, gating = PolicyRouter.routing, TopKRouter.gating
+    routing, gating, sum_over_ranks = PolicyRouter.routing, TopKRouter.gating, PolicyRouter.sum_over_ranks
     calls = Counter()
 
     def faulty(self, logits, padding_mask=None):
@@ -101,7 +102,12 @@ def _inject() -> None:
             _strike("oom")
         return logits
 
+    def faulty_sum(self, stats_SE):
+        is_unheard = FAULTS.get(self.policy.name) == "unheard" and _is_last_rank()
+        return sum_over_ranks(self, stats_SE * (not is_unheard))
+
     PolicyRouter.routing = faulty
+    PolicyRouter.sum_over_ranks = faulty_sum
     TopKRouter.gating = faulty_gate
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from policy_cases import ONE_OF_EACH, similarity_file
 from test_run import cases_of, environment, launch, statuses, write_config
 
 from moe_ep_bench.bench.plan import plan
@@ -31,11 +32,16 @@ ALL_POLICIES = [
     {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"},
     {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
     {"name": "expanded_drop", "capacity_factor": 1.0},
+    {"name": "expert_drop"},
+    {"name": "pruned", "k0": 3},
     {"name": "oea", "k0": 3},
     {"name": "laser", "eps_high": 0.5, "t_fix": 0.3, "c": 16},
+    {"name": "load_only"},
     {"name": "xshare", "k0": 1, "budget": 8},
     {"name": "lynx", "num_dropped": 4},
     {"name": "budget_drop", "max_lost_mass": 0.01},
+    {"name": "dynamic_skip", "beta": 0.5},
+    {"name": "sere", "k0": 2, "similarity": similarity_file(64)},
 ]
 SMALL = {"workload__num_batches": 1, "measure__iterations": 1, "measure__warmup": 1, "measure__timeout_s": 60}
 FEW = {"policies": ALL_POLICIES[:2]}
@@ -78,6 +84,7 @@ def all_are_right(out: Path, how: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("stage", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_every_policy_on_two_shared_ranks(stage: dict, how: str, tmp_path: Path) -> None:
     """Each routing is its oracle's on either rank: Triton's kernels, or torch's operations, say the same as one."""
+    assert {spec["name"] for spec in ALL_POLICIES} == {spec["name"] for spec in ONE_OF_EACH}
     if how == "cpu":  # Others walk there.
         config = write_config(tmp_path, policies=ALL_POLICIES, **stage)
         assert len(plan(config, (), RANKS, 2, on_cpu=True, sharing=STAGED)[0].cases) == len(ALL_POLICIES) + 3

@@ -17,6 +17,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.show import shown_text
 from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.bench import commands
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR, UserError
 from moe_ep_bench.runtime import sharing
@@ -80,6 +81,19 @@ def test_ranks_that_do_not_fit_are_refused_beforehand_with_how_many_do() -> None
     with pytest.raises(UserError, match=r"at most 4 "):
         check_memory(rank, [32 * GIB, 2 * (rank + CONTEXT_BYTES)], 5)
     check_memory(rank, [], 100)  # No driver tells it.
+
+
+def test_a_command_of_ranks_that_do_not_fit_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the estimate of its own config, 2 GiB of the GPU carry three tiny ranks."""
+    monkeypatch.setattr(commands, "free_bytes_of_gpus", lambda: [2 * GIB])
+    monkeypatch.setattr(commands, "torchrun", lambda *_, **__: pytest.fail("ranks were started"))
+    command = ["run", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), *HOW]
+    assert main([*command, "--nproc=4"]) == USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--nproc: expected at most 3 (about 0.6 GiB a rank, 2.0 GiB free on a GPU), got 4" in line
+    assert not (tmp_path / "out").exists()
 
 
 # ---- MPS -------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ DEVICES = {
     "H20": ("h20",),
 }
 EP_SIZES = (8, 16, 32, 64)
-PHASES = {"prefill": ("--tokens", 2048), "decode": ("--decode-tokens", 64)}
+STAGES = {"prefill": ("--tokens", 2048), "decode": ("--decode-tokens", 64)}
 """The flag, and tokens (or requests) of a rank."""
 LOADS = {"balanced": "equal loads", "typical": "as a median layer's", "hard": "as the worst layer's"}
 TRAFFICS = tuple(LOADS)
@@ -72,7 +72,7 @@ _MOVES, _DROPS = ("llep", "ultra", "moonep", "epic", "waterfill"), ("token_drop"
 class Question(NamedTuple):
     model: str
     device: str
-    phase: str
+    stage: str
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Answer(NamedTuple):
 
 def questions(models: Sequence[str] = MODELS, devices: Sequence[str] = tuple(DEVICES)) -> list[Question]:
     """All of them, small models first."""
-    return [Question(model, device, phase) for model in models for device in devices for phase in PHASES]
+    return [Question(model, device, stage) for model in models for device in devices for stage in STAGES]
 
 
 # ---- ask -------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def ask(question: Question, work: Path, call: Callable[[list[str]], tuple[int, s
     known = folder / "asked.json"
     if known.exists():
         return Answer(**json.loads(known.read_text()))
-    flag, tokens = PHASES[question.phase]
+    flag, tokens = STAGES[question.stage]
     problem = ""
     for ep_size in EP_SIZES:
         size = ["--model", question.model, "--ep", str(ep_size), flag, str(tokens * ep_size)]
@@ -153,7 +153,7 @@ def command(arguments: list[str]) -> tuple[int, str]:
 
 def rows_of(question: Question, answer: Answer, work: Path) -> Iterator[dict[str, Any]]:
     """A row for each traffic; one alone where the question could not be asked."""
-    _, tokens = PHASES[question.phase]
+    _, tokens = STAGES[question.stage]
     asked = {**question._asdict(), "ep_size": answer.ep_size or None, "tokens_per_rank": tokens}
     if answer.problem:
         yield {**asked, "kind": "not asked", "why": answer.problem}
@@ -213,14 +213,14 @@ def _of_whole(pick: dict[str, Any] | None, native: dict[str, Any]) -> float | No
 
 
 def draw(rows: pd.DataFrame) -> Figure:
-    """The map: a panel for each phase and traffic, models over devices, what wins as colour and speedup as text."""
+    """The map: a panel for each stage and traffic, models over devices, what wins as colour and speedup as text."""
     models = [model for model in MODELS if model in set(rows["model"])]
     devices = [device for device in DEVICES if device in set(rows["device"])]
     figure = Figure(figsize=(13.5, 1.9 + 0.62 * len(models)), layout="constrained")
-    panels = figure.subplots(len(PHASES), len(TRAFFICS), sharex=True, sharey=True, squeeze=False)
-    for axes_of_phase, phase in zip(panels, PHASES, strict=True):
-        for axes, traffic in zip(axes_of_phase, TRAFFICS, strict=True):
-            here = rows[(rows["phase"] == phase) & ((rows["traffic"] == traffic) | (rows["kind"] == "not asked"))]
+    panels = figure.subplots(len(STAGES), len(TRAFFICS), sharex=True, sharey=True, squeeze=False)
+    for axes_of_stage, stage in zip(panels, STAGES, strict=True):
+        for axes, traffic in zip(axes_of_stage, TRAFFICS, strict=True):
+            here = rows[(rows["stage"] == stage) & ((rows["traffic"] == traffic) | (rows["kind"] == "not asked"))]
             cells = {(row.model, row.device): row for row in here.itertuples()}
             colours = np.ones((len(models), len(devices), 3))
             for (model, device), row in cells.items():
@@ -232,7 +232,7 @@ def draw(rows: pd.DataFrame) -> Figure:
                     at[1], at[0], _cell(row), ha="center", va="center", fontsize=7.5, color="w" if is_dark else INK
                 )
             axes.imshow(colours, aspect="auto")
-            axes.set_title(f"{phase}, {traffic} traffic ({LOADS[traffic]})", fontsize=10, loc="left")
+            axes.set_title(f"{stage}, {traffic} traffic ({LOADS[traffic]})", fontsize=10, loc="left")
             axes.set_xticks(range(len(devices)), devices, fontsize=8)
             axes.set_yticks(range(len(models)), [load_model(model).name for model in models], fontsize=8)
             axes.tick_params(length=0, colors=MUTED)
@@ -252,7 +252,7 @@ def draw(rows: pd.DataFrame) -> Figure:
     met = [kind for kind in KINDS if kind in set(rows["kind"])]
     handles = [Patch(facecolor=KINDS[kind], edgecolor=MUTED, label=names.get(kind, kind)) for kind in met]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    (prefill, decode) = (tokens for _, tokens in PHASES.values())
+    (prefill, decode) = (tokens for _, tokens in STAGES.values())
     figure.suptitle(
         "What to do about the busiest rank, and the speedup of one MoE layer (modelled)\n"
         f"{prefill:,} tokens a rank at prefill, {decode} requests a rank at decode; "

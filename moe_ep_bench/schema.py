@@ -235,7 +235,7 @@ FRONTIER_SCHEMA = _table(
 QUALITY_SCHEMA = _table(
     [
         *IDENTITY,
-        ("phase", pa.string()),  # of a text: in which the policy acted, prefill or decode
+        ("stage", pa.string()),  # of a text: in which the policy acted, prefill or decode
         ("task", pa.string()),  # null = the text
         ("item", pa.int64()),  # sequence of the text, question of the task; null = the whole task
         ("metric", pa.string()),  # of a text: cross_entropy and kl (nats per token), agreement (share of tokens)
@@ -256,7 +256,7 @@ QUALITY_SCHEMA = _table(
 QUALITY_ROUTING_SCHEMA = _table(
     [
         *IDENTITY,
-        ("phase", pa.string()),
+        ("stage", pa.string()),
         ("layer", pa.int32()),  # of the decoder
         ("num_steps", pa.int64()),
         *(

@@ -323,7 +323,7 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:
-    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "phase": "prefill"}]}
+    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "stage": "prefill"}]}
     workload = {"kind": "recorded", "tail_model": "popularity", "stage": "prefill", "layer": 1, "recording": recording}
     layers = swept(1.2, 1.3, 1.4, key="workload.layer", workload=workload, title=None, **MODELLED)
     directory = write_run(tmp_path, layers, "emulated")
@@ -858,7 +858,7 @@ def test_an_interval_of_one_draw_says_so_in_its_row(facts: dict[str, Any], is_on
 @pytest.mark.parametrize(("most", "is_said"), [(3800, True), (2100, False)])
 def test_ranks_of_unequal_tokens_are_said_to_decide(most: int, is_said: bool, tmp_path: Path) -> None:
     """4,096 tokens on two ranks; native's fullest rank has 1.21 times the mean of the pairs."""
-    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "phase": "prefill"}]}
+    recording = {"model": "tiny", "sources": [{"num_tokens": 100, "domain": "chat", "stage": "prefill"}]}
     workload = {"kind": "recorded", "tail_model": None, "stage": "prefill", "layer": 1, "recording": recording}
     facts = {"workload": workload, "rank_tokens": [4096 - most, most], **MODELLED}
     text = advice_text(load_timed(write_run(tmp_path, [comparison_of(eplb(1.2), facts=facts)], "emulated")), BOUNDS)

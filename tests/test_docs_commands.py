@@ -104,7 +104,7 @@ FIRST = (
     "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
     "trace record /models/OLMoE-1B-7B --text text.txt --out recordings/olmoe.safetensors",
     "trace import esft ESFT recordings/deepseek-v2-lite-intent.safetensors --domain intent",
-    "trace import vllm routes.jsonl recordings/prompts.safetensors --preset olmoe-1b-7b --phase prefill",
+    "trace import vllm routes.jsonl recordings/prompts.safetensors --preset olmoe-1b-7b --stage prefill",
     "emulate configs/model-prefill.yaml",
     "emulate configs/whatif-skew.yaml --out results/skew",
 )

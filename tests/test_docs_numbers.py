@@ -342,7 +342,7 @@ def of_readme() -> list[str]:
 def of_atlas() -> list[str]:
     rows = table("atlas")
     assert not rows["kind"].eq("not asked").any(), "the page would have to say which"
-    is_prefill, is_picked = rows["phase"] == "prefill", rows["speedup"].notna()
+    is_prefill, is_picked = rows["stage"] == "prefill", rows["speedup"].notna()
     of = {name: rows["traffic"] == name for name in ("balanced", "typical", "hard")}
 
     def times(is_one: pd.Series) -> str:

@@ -157,7 +157,7 @@ def read_times(directory: Path) -> pd.DataFrame:
 
 def read_answers(directory: Path) -> pd.DataFrame:
     """A row per case and sequence: what a model's answers lost."""
-    named = ["label", "params", "status", "batch", "phase", "item", "num_tokens"]
+    named = ["label", "params", "status", "batch", "stage", "item", "num_tokens"]
     rows = _parts(directory, "quality").pivot(index=named, columns="metric", values="value").reset_index()
     return rows.rename(columns={"item": "sequence"})
 
@@ -209,8 +209,8 @@ READERS = {
 KEYS = {
     "routing": ["point", *CASE, "layer", "rank", "batch"],
     "times": ["point", *CASE, "rank", "batch", "iteration", "kind", "layer", "phase"],
-    "answers": ["point", *CASE, "phase", "sequence"],
-    "answers-routing": ["point", *CASE, "phase", "layer", "batch"],
+    "answers": ["point", *CASE, "stage", "sequence"],
+    "answers-routing": ["point", *CASE, "stage", "layer", "batch"],
 }
 
 

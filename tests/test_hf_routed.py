@@ -270,8 +270,8 @@ def test_capacities_act_on_prefill_and_batch_wide_policies_on_decode(spec: dict[
         seen: list[RouterCall] = []
         with torch.inference_mode(), routed(model, make_policy(spec), observe=seen.append, acts_in=acts_in):
             steps(model, ids_BS, 6)
-        assert [one.forward_pass.phase for one in seen] == ["prefill"] * 2 + ["decode"] * 2 * 4
-        assert all((one.routing is not None) == (one.forward_pass.phase in expected) for one in seen)
+        assert [one.forward_pass.stage for one in seen] == ["prefill"] * 2 + ["decode"] * 2 * 4
+        assert all((one.routing is not None) == (one.forward_pass.stage in expected) for one in seen)
 
 
 def test_one_pass_by_position_answers_what_steps_of_decoding_would() -> None:
@@ -360,12 +360,12 @@ def test_a_pass_whose_cache_does_not_say_how_much_it_holds_is_refused() -> None:
             return 5
 
     for name in ("cache", "past_key_values"):  # of transformers from 5.24 on, and before
-        for cache, phase in ((None, "prefill"), (Full(), "decode")):
-            assert ForwardPass.of({"input_ids": ids_BS, name: cache}, "as_run").phase == phase
+        for cache, stage in ((None, "prefill"), (Full(), "decode")):
+            assert ForwardPass.of({"input_ids": ids_BS, name: cache}, "as_run").stage == stage
     for arguments in ({}, {"cache": ((ids_BS, ids_BS),)}, {"past": Full()}):
         with pytest.raises(UserError, match=r"tells prompts from steps of decoding; got (neither|tuple)$"):
             ForwardPass.of({"input_ids": ids_BS, **arguments}, "as_run")
-        assert ForwardPass.of({"input_ids": ids_BS, **arguments}, "decode").phase == "decode"
+        assert ForwardPass.of({"input_ids": ids_BS, **arguments}, "decode").stage == "decode"
 
 
 def test_a_model_that_goes_around_its_experts_is_an_error_and_no_answer() -> None:
@@ -396,7 +396,7 @@ def test_generate_goes_through_prefill_and_then_decode_with_padding_left_out() -
     seen: list[RouterCall] = []
     with routed(model, DROP, observe=seen.append):
         model.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    phases = [one.forward_pass.phase for one in seen[::2]]
-    assert phases == ["prefill", "decode", "decode"]
+    stages = [one.forward_pass.stage for one in seen[::2]]
+    assert stages == ["prefill", "decode", "decode"]
     assert [int(one.forward_pass.valid_T.sum()) for one in seen[::2]] == [16, 3, 3]
     assert [one.routing is not None for one in seen[::2]] == [True, False, False]

@@ -29,8 +29,8 @@ from moe_ep_bench.workload.trace import open_trace
 TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the first dense; 16 experts, top-3
 OPTIONS = {
     "esft": {"domain": "law"},
-    "flame-moe": {"preset": str(TOY), "phase": "training"},
-    "megatron": {"preset": str(TOY), "phase": "prefill"},
+    "flame-moe": {"preset": str(TOY), "stage": "training"},
+    "megatron": {"preset": str(TOY), "stage": "prefill"},
     "sglang": {"preset": str(TOY)},
     "vllm": {"preset": str(TOY)},
 }
@@ -160,7 +160,7 @@ def written(path, *lines):
 PROMPTS = (4, 3, 2)
 
 
-def server(root, response=vllm_response, form=npy, phase="", made=None, layers=(1, 2, 3)):
+def server(root, response=vllm_response, form=npy, stage="", made=None, layers=(1, 2, 3)):
     """Three requests, of which those of vLLM hold two tokens that were not recorded."""
     if made is None:
         made = [routing(length, seed=request).astype(np.int16) for request, length in enumerate((6, 6, 2))]
@@ -170,7 +170,7 @@ def server(root, response=vllm_response, form=npy, phase="", made=None, layers=(
     sequence_T, position_T = map(np.array, places(*map(len, made)))
     is_prompt_T = position_T < np.array(PROMPTS)[sequence_T]
     kept_T = np.array([ids.ndim == 2 and (ids >= 0).all() for ids in np.concatenate(made)])
-    kept_T &= {"prefill": is_prompt_T, "decode": ~is_prompt_T}.get(phase, True)
+    kept_T &= {"prefill": is_prompt_T, "decode": ~is_prompt_T}.get(stage, True)
     ids = {layer: np.concatenate(made)[kept_T, layer] for layer in layers}
     return Made(source, ids, None, sequence_T[kept_T].tolist(), position_T[kept_T].tolist())
 
@@ -201,14 +201,14 @@ IMPORTED = {
     "megatron, decode": (
         "megatron",
         lambda root: toy(root, score_function="sigmoid") and megatron(root, function="sigmoid", is_decode=True),
-        {**CHANGED, "phase": "decode"},
+        {**CHANGED, "stage": "decode"},
         {"score": SIGMOID, "phase": "decode"},
     ),
     "sglang": ("sglang", SOUND["sglang"], {}, {"source_layers": "1,2,3", "note": UNKNOWN}),
     "vllm": ("vllm", server, {}, {"phase": "prefill and decode", "note": UNKNOWN}),
     "vllm, lists": ("vllm", lambda root: server(root, form=np.ndarray.tolist), {}, {"note": UNKNOWN}),
-    "vllm, prompts": ("vllm", lambda root: server(root, phase="prefill"), {"phase": "prefill"}, {"phase": "prefill"}),
-    "vllm, steps": ("vllm", lambda root: server(root, phase="decode"), {"phase": "decode"}, {"phase": "decode"}),
+    "vllm, prompts": ("vllm", lambda root: server(root, stage="prefill"), {"stage": "prefill"}, {"phase": "prefill"}),
+    "vllm, steps": ("vllm", lambda root: server(root, stage="decode"), {"stage": "decode"}, {"phase": "decode"}),
     "512 experts": ("vllm", lambda root: of_model(root, num_experts=512), CHANGED, {"num_experts": "512"}),
     "top-1": ("vllm", lambda root: of_model(root, top_k=1), CHANGED, {"note": "nothing"}),
     "no dense layer": (
@@ -404,10 +404,10 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, number):
 WRONG = [
     ("tensorrt", {}, "kind: "),
     ("vllm", {}, "preset: needed"),
-    ("megatron", {}, "preset, phase: needed"),
+    ("megatron", {}, "preset, stage: needed"),
     ("vllm", CHANGED, "preset CHANGED: num_experts: expected 4 "),
-    ("megatron", {"preset": "x.yaml", "phase": "prefill"}, "preset: x.yaml: "),
-    ("vllm", {**OPTIONS["vllm"], "phase": "later"}, "phase: "),
+    ("megatron", {"preset": "x.yaml", "stage": "prefill"}, "preset: x.yaml: "),
+    ("vllm", {**OPTIONS["vllm"], "stage": "later"}, "stage: "),
     ("esft", {"domain": "maths"}, "SOURCE/results/expert_scores: domain: expected one of intent"),
 ]
 

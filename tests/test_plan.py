@@ -149,7 +149,7 @@ def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("phases", "arrangement", "words"),
+    ("stages", "arrangement", "words"),
     [
         (("prefill", "prefill"), "sequences", "a + b, prefill, uniform tail, layer 1"),
         (("decode", "prefill"), "sequences", "a + b, prefill, uniform tail, layer 1"),
@@ -157,12 +157,12 @@ def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(
         (("prefill", "prefill"), "decode", "a + b, decode, uniform tail, layer 1"),
     ],
 )
-def test_a_title_has_the_domains_of_recordings_and_their_phase(
-    phases: tuple[str, str], arrangement: str, words: str, tmp_path: Path
+def test_a_title_has_the_domains_of_recordings_and_their_stage(
+    stages: tuple[str, str], arrangement: str, words: str, tmp_path: Path
 ) -> None:
     shape = {"length_S": (16, 16), "num_experts": 64, "top_k": 6}
-    for name, phase in zip("ab", phases, strict=True):
-        write_trace(tmp_path / f"{name}.safetensors", **shape, phase=phase, domain=name)
+    for name, stage in zip("ab", stages, strict=True):
+        write_trace(tmp_path / f"{name}.safetensors", **shape, phase=stage, domain=name)
     workload = {"kind": "recorded", "trace": ["a.safetensors", "b.safetensors"], "layer": 1, "tail": "uniform"}
     workload |= {"num_tokens": 4, "num_batches": 1, "arrangement": arrangement}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))

@@ -193,9 +193,9 @@ def test_rows_are_what_the_model_answers(done: Path, folder: Path, model: Any, w
     assert str(folder) not in json.dumps(described["config"]) + json.dumps(described["comparisons"])
     assert all(list(table) == QUALITY_SCHEMA.names for table in parts(done).values())
     for label, table in parts(done, "routing").items():
-        phases = {"native": {"prefill", "decode"}, label_of(make_policy(OEA)): {"decode"}}
-        assert set(table["phase"]) == phases.get(label, {"prefill"})
-        assert len(table) == 3 * 2 * table["phase"].nunique(), "batches, layers"
+        stages = {"native": {"prefill", "decode"}, label_of(make_policy(OEA)): {"decode"}}
+        assert set(table["stage"]) == stages.get(label, {"prefill"})
+        assert len(table) == 3 * 2 * table["stage"].nunique(), "batches, layers"
 
 
 # --- Resuming, adding, sweeping ------------------------------------------------------------------
@@ -265,14 +265,14 @@ def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_w
     assert len({case.case_id for one in planned for case in one.cases}) == 3 * 6
     for named in ("prefill", "decode"):  # it holds for all policies
         (one,) = plan_quality(folder / "config.yaml", [f"arrangement={named}"])
-        assert {one.phase(case) for case in one.cases} == {named}
+        assert {one.stage(case) for case in one.cases} == {named}
 
 
 # --- What is shown -------------------------------------------------------------------------------
 
 
 def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> None:
-    costs_of = text_costs(answers_in(done)).set_index(["label", "phase"])
+    costs_of = text_costs(answers_in(done)).set_index(["label", "stage"])
     # Steps of decoding have loads of their own to be set against.
     assert costs_of.index.tolist()[:3] == [("native", "decode"), ("native", "prefill"), ("topk", "prefill")]
     assert costs_of.loc["native"]["cross_entropy_added"].isna().all()

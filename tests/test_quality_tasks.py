@@ -153,9 +153,9 @@ def test_padding_takes_no_capacity_and_prompts_that_are_alike_are_read_once(mode
 
 
 @pytest.mark.slow
-def test_policies_act_where_answers_are_scored_in_the_phase_that_they_are_for(model: Any) -> None:
-    def scored(spec: dict[str, Any] | None, phase: Any = "auto") -> tuple[list[tuple[float, bool]], TaskRouting]:
-        routing = TaskRouting(None if spec is None else make_policy(spec), 2, phase)
+def test_policies_act_where_answers_are_scored_in_the_stage_that_they_are_for(model: Any) -> None:
+    def scored(spec: dict[str, Any] | None, stage: Any = "auto") -> tuple[list[tuple[float, bool]], TaskRouting]:
+        routing = TaskRouting(None if spec is None else make_policy(spec), 2, stage)
         with torch.inference_mode(), routing.routed(model):
             return score_continuations(model, PAIRS, 4096, 8), routing
 

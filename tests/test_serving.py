@@ -122,7 +122,7 @@ def test_counts_that_no_policy_comes_to_are_an_error() -> None:
     ],
     ids=lambda spec: spec["name"],
 )
-def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[str, Any]) -> None:
+def test_a_policy_decides_for_the_tokens_of_its_stages(family: str, spec: dict[str, Any]) -> None:
     policy, layer, step = make_policy(spec), layer_of(family), step_of(64, prompts=40)
     logits_TE = logits(dtype=torch.float32)
     weights_TK, ids_TK = routed_by_vllm(family, logits_TE)
@@ -458,27 +458,27 @@ COUNTED = (("prefill", 12), ("decode", 3))
 
 
 @pytest.mark.parametrize("part_bytes", [2**26, 1], ids=["one part", "a part a step"])
-def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path, part_bytes: int) -> None:
+def test_interleaved_requests_are_sorted_by_request_position_and_stage(tmp_path: Path, part_bytes: int) -> None:
     played = Played(tmp_path, part_bytes=part_bytes)
     played.step(("a", 0, 5, True), ("b", 0, 3, True))
     played.step(("b", 3, 1, False), ("a", 5, 4, True))  # a prompt in chunks
     played.step(("a", 9, 1, False), ("b", 4, 1, False))
     assert (tmp_path / UNFINISHED).exists()
     played.recorder.close()
-    for phase, expected in (("prefill", [("a", 9), ("b", 3)]), ("decode", [("a", 1), ("b", 2)])):
-        trace = open_trace(tmp_path / f"{phase}.safetensors")
+    for stage, expected in (("prefill", [("a", 9), ("b", 3)]), ("decode", [("a", 1), ("b", 2)])):
+        trace = open_trace(tmp_path / f"{stage}.safetensors")
         kept = sorted(
-            (entry for entry in played.tokens if entry[2] == (phase == "prefill")), key=lambda entry: entry[:2]
+            (entry for entry in played.tokens if entry[2] == (stage == "prefill")), key=lambda entry: entry[:2]
         )
         assert len(trace.parts) == (1 if part_bytes > 1 else 2)
         assert np.diff(trace.start_S).tolist() == [count for _, count in expected]
-        assert trace.metadata["phase"] == phase
+        assert trace.metadata["phase"] == stage
         assert trace.metadata["source_layers"] == "1,3"
         for layer in range(2):
             np.testing.assert_allclose(trace.read_full_scores(layer), [entry[3][layer][0] for entry in kept], rtol=1e-6)
             np.testing.assert_array_equal(trace.read_layer(layer)[0], [entry[3][layer][1] for entry in kept])
     parts = 1 if part_bytes > 1 else 2
-    written = [f"wrote {tmp_path}/{phase}.safetensors: {count} tokens in {parts} parts" for phase, count in COUNTED]
+    written = [f"wrote {tmp_path}/{stage}.safetensors: {count} tokens in {parts} parts" for stage, count in COUNTED]
     assert [line for _, line in played.said] == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.safetensors", "prefill.safetensors"]
 
@@ -537,7 +537,7 @@ def test_a_request_has_the_time_of_the_first_step_that_served_it(tmp_path: Path,
     played.recorder.forget(["b"])
     played.step(("b", 0, 2, True), ("a", 3, 1, False))
     played.recorder.close()
-    arrivals = {phase: open_trace(tmp_path / f"{phase}.safetensors").arrival_S for phase in ("prefill", "decode")}
+    arrivals = {stage: open_trace(tmp_path / f"{stage}.safetensors").arrival_S for stage in ("prefill", "decode")}
     assert arrivals["prefill"].tolist() == [2, 4, 6], "of b, a and the later b, from the recorder's beginning"
     assert arrivals["decode"].tolist() == [2, 4], "prompt and generated tokens of a request came with it"
 

@@ -41,7 +41,7 @@ def test_info_states_the_facts_of_a_file(full, extent, tmp_path, capsys):
         "tokens": "13 in 3 sequences of 1 to 7 (median 5)",
         "scores": f"softmax, not renormalised{extent}",
         "model": "tiny",
-        "phase": "prefill",
+        "stage": "prefill",
         "domain": "poems",
         "source": "a test",
         "licence": "MIT",

@@ -35,7 +35,7 @@ from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _FACTS = ["title", "model", "text", "task", "limit", "batch_size", "num_ranks"]
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
-_CASE = ["comparison_id", "label", "role", "policy", "policy_params", "settings", "phase"]
+_CASE = ["comparison_id", "label", "role", "policy", "policy_params", "settings", "stage"]
 _GROUP = ["title", "group", "comparison", "checkpoints"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
 _ROUTED = [*LOST, "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
@@ -153,7 +153,7 @@ def _added(answers: Answers) -> pd.DataFrame:
 
 
 def text_costs(answers: Answers) -> pd.DataFrame:
-    """A row per case of a text and phase in which it is judged, the unpatched model in those of the others.
+    """A row per case of a text and stage in which it is judged, the unpatched model in those of the others.
 
     Columns: what the case is; of its comparison ``title``, ``comparison``, ``checkpoints`` and ``group``;
     ``cross_entropy``, ``kl`` (nats per token), ``perplexity``, ``agreement``; ``cross_entropy_added`` to the unpatched
@@ -175,23 +175,23 @@ def text_costs(answers: Answers) -> pd.DataFrame:
     is_native = answers.cases["role"] == "baseline"
     of_native = costs.index.isin(answers.cases.index[is_native])
     costs.loc[of_native, ["cross_entropy_added", "cross_entropy_added_half"]] = np.nan
-    about = [*(name for name in _CASE if name != "phase"), *_GROUP]
+    about = [*(name for name in _CASE if name != "stage"), *_GROUP]
     rows = answers.cases[about].join(_routing_means(answers.routing), how="inner").reset_index()
-    judged = answers.cases[~is_native].groupby("comparison_id")["phase"].agg(set)
-    of_rows = zip(rows["comparison_id"], rows["phase"], strict=True)
-    is_shown = [phase in judged.get(comparison, {phase}) for comparison, phase in of_rows]
+    judged = answers.cases[~is_native].groupby("comparison_id")["stage"].agg(set)
+    of_rows = zip(rows["comparison_id"], rows["stage"], strict=True)
+    is_shown = [stage in judged.get(comparison, {stage}) for comparison, stage in of_rows]
     rows = rows[is_shown].join(costs, on="case_id")
     return rows.assign(policy_params=rows["policy_params"].map(params_json)).reset_index(drop=True)
 
 
 def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
-    """Means over batches, then over layers; by case, with the phase."""
+    """Means over batches, then over layers; by case, with the stage."""
     routing = routing.rename(columns=_IMBALANCES)
     computed = routing["num_pairs"] / routing["num_topk_pairs"]
     routing = routing.assign(missing_share=routing[MISSING] / routing["num_topk_pairs"])
     routing = routing.assign(fullest_rank=routing["rank_imbalance"] * computed)
-    means = over_layers(routing, ["case_id", "phase"], [*_ROUTED, "fullest_rank"], "dropped_share")
-    return means.reset_index("phase")
+    means = over_layers(routing, ["case_id", "stage"], [*_ROUTED, "fullest_rank"], "dropped_share")
+    return means.reset_index("stage")
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def task_scores(answers: Answers) -> pd.DataFrame:
     cases = answers.cases[answers.cases["asked_task"].notna()]
     if cases.empty:
         return pd.DataFrame()
-    scores = answers.scores.drop(columns=["comparison_id", "phase"], errors="ignore")
+    scores = answers.scores.drop(columns=["comparison_id", "stage"], errors="ignore")
     scores = scores.join(cases[["comparison_id", "role"]], on="case_id", how="inner")
     number = ["comparison_id", "task", "metric", "filter", "item"]
     natives = scores.loc[scores["role"] == "baseline", [*number, "value"]]
@@ -285,7 +285,7 @@ def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
         worse, better = ([row for row in rows if _suits(row["fields"], kind)] for kind in (claim.worse, claim.better))
         for b, a in product(worse, better):
             shared = (a["fields"].keys() & b["fields"].keys()) - named
-            if a["phase"] == b["phase"] and all(a["fields"][key] == b["fields"][key] for key in shared):
+            if a["stage"] == b["stage"] and all(a["fields"][key] == b["fields"][key] for key in shared):
                 ids = {"comparison_id": a["comparison_id"], "a": a["case_id"], "b": b["case_id"]}
                 yield {"claim": claim.says, "source": source, **ids, "better": a["short"], "worse": b["short"]}
 

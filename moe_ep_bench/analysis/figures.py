@@ -238,7 +238,7 @@ def answer_rows(_: Store, costs: pd.DataFrame) -> pd.DataFrame:
     ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
     """
     costs = matching(costs, "role != 'baseline' and policy != 'topk'")
-    case = ["directory", "group", "label", "phase"]
+    case = ["directory", "group", "label", "stage"]
     by_case = costs.groupby(case, sort=False)
     rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
     added = by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean()
@@ -247,11 +247,11 @@ def answer_rows(_: Store, costs: pd.DataFrame) -> pd.DataFrame:
     rows = rows.join(added)[by_case.size() == rows["checkpoints"]].reset_index()
     half = half.reindex(pd.MultiIndex.from_frame(rows[case])).to_numpy()
     whiskers = "Whiskers: 95 % interval, Student's t over checkpoints where there are several, else over batches."
-    in_decode = rows["phase"] == "decode"
+    in_decode = rows["stage"] == "decode"
     of_step, of_rank = "activated experts of a step, mean over layers", "pairs of the fullest rank over native's mean"
     rows = rows.assign(
-        facet=rows["directory"] + "/" + rows["group"].astype(str) + rows["phase"],
-        title=rows["phase"] + ": " + rows["comparison"],
+        facet=rows["directory"] + "/" + rows["group"].astype(str) + rows["stage"],
+        title=rows["stage"] + ": " + rows["comparison"],
         line=rows["policy"],
         quantity=in_decode.map({True: of_step, False: of_rank}),
         value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
@@ -420,7 +420,7 @@ FIGURES: dict[str, Figure] = {
         rows=answer_rows,
         about="Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed.",
         columns=(
-            *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
+            *("stage", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
             *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
         ),
     ),

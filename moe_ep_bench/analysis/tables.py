@@ -246,7 +246,7 @@ VIEWS = {
     ),
     "texts": View(
         (
-            *("label", text("phase"), number("perplexity", "ppl", "{:.2f}")),
+            *("label", text("stage"), number("perplexity", "ppl", "{:.2f}")),
             _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
             number("kl", "KL nats", "{:.4f}"),
             percentage("agreement", "top-1 agree"),

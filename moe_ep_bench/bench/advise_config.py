@@ -419,7 +419,7 @@ def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption
     """The workload of a recording in all its layers, and what is assumed."""
     with naming("--trace", " (counts of experts go as --counts FILE)"):
         trace = open_trace(path)
-    is_of_decode = trace.metadata["phase"] == "decode"
+    is_of_decode = trace.stage == "decode"
     found: dict[str, Any] = {
         "kind": "recorded",
         "layer": "all",

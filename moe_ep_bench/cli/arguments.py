@@ -127,7 +127,7 @@ trace import  convert another program's recording to moe-trace-v1
   out OUT  the file to write; must not exist
   --preset MODEL  the model, its config.json or a file like a preset's; needed by all but esft
   --domain NAME  esft: the domain to import; others: the subject of the texts
-  --phase PHASE  prefill, decode or training
+  --stage STAGE  prefill, decode or training
   --licence LICENCE  licence of your own recording
 check-policy  hold a policy to the laws that every policy keeps
   policy POLICY  a policy, or package.module:Class of one of your own

@@ -146,7 +146,7 @@ def layer_segments(
 ) -> list[tuple[str, Time]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
 
-    Of all ranks' work a time is float64 [R], or one number that all have. A stage without work takes no time; a rank
+    Of all ranks' work a time is float64 [R], or one number that all have. A phase without work takes no time; a rank
     without tokens still runs the experts on the rows that it is sent.
 
     Args:
@@ -176,7 +176,7 @@ def layer_segments(
     beside = device.beside_experts(dtype, model.quantized)
     shared_us = device.ffn_us(D, S, np.asarray(num_shared)[..., None], beside, model.expert_matrices)
     add_us = device.work_us(0, 3 * T * D * b, T)
-    segments = [  # Stages that take no time stand where a measured run has them.
+    segments = [  # Phases that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),
         *([("shared", shared_us)] if S and is_own else []),
         ("gate", gate_us),
@@ -243,7 +243,7 @@ def pass_segments(
 ) -> list[tuple[PhaseKey, Time]]:
     """Phases and microseconds of one pass in the order in which a measured one has them, for ``timeline.legs_of``.
 
-    Those of a layer are (layer, name), as (3, "experts"). Stages without work take no time.
+    Those of a layer are (layer, name), as (3, "experts"). Phases without work take no time.
 
     Args:
         num_layers: that are built, the first ones of the model.

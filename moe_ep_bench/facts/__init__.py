@@ -58,7 +58,7 @@ class Source(JsonRecord):
 
     num_tokens: Count  # that were recorded
     domain: str = ""
-    phase: str = ""  # prefill or decode
+    stage: str = ""  # prefill or decode
     source: str = ""
     licence: str = ""
 
@@ -504,7 +504,7 @@ class CaseFacts(JsonRecord):
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     spare_by_layer: list[int] | None = None  # slots of a rank, of a budget for all layers of a recording
     order: int = 0  # in the config
-    phase: str | None = None  # of ``quality``: in which it is judged
+    stage: str | None = None  # of ``quality``: in which it is judged
     policy_code: str | None = None  # hash of a user's policy, or of the data that a policy reads
     data_model: str | None = None  # whose data that is
 

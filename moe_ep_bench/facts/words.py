@@ -673,7 +673,7 @@ def _recorded_words(workload: Workload, recording: Recording) -> str:
         recorded = sum(source.num_tokens for source in sources)
         size = f"x {workload.num_tokens} tokens in whole sequences of {recorded} recorded tokens"
     domains = " + ".join(source.domain for source in sources)
-    origins = dict.fromkeys(f"{source.phase} by {source.source} ({source.licence})" for source in sources)
+    origins = dict.fromkeys(f"{source.stage} by {source.source} ({source.licence})" for source in sources)
     assumed = "scores assumed, " if workload.scores_assumed else ""
     layer = _layer_words(workload.layer, workload.layers)
     if workload.order == "arrival":

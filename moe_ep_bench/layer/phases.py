@@ -1,7 +1,7 @@
 """Which method of a layer or model is which phase, and where ranks meet: timers and waiting probes on them.
 
 A collective lasts until the slowest rank has come and moved its data; timed alone it mixes the two. In front of every
-stage in which ranks meet a one-element all-reduce is therefore run and timed on its own: it ends when the last rank
+method in which ranks meet a one-element all-reduce is therefore run and timed on its own: it ends when the last rank
 arrives, so what it took is waiting and what follows is transfer. Plain iterations, from which speedups come, run
 without any of this.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_ep_bench.timing.timer import PhaseRecorder
 
 
-class Stage(NamedTuple):
+class TimedMethod(NamedTuple):
     """A method ``owner.method`` of an MoE layer ('' = its own) that belongs to ``phase``.
 
     ``waits`` names the phase of the waiting before it, where ranks meet in it.
@@ -40,21 +40,21 @@ class Stage(NamedTuple):
 
 # They nest (``dispatch_preprocess`` calls ``preprocess``): what is nested inside another is taken out of it.
 # ``postprocess`` adds the shared experts' output to what ``combine_postprocess`` returns.
-STAGES = (
-    Stage("router", "gating", "gate"),
-    Stage("router", "routing", "policy"),
-    Stage("router", "sum_over_ranks", "policy", waits="wait_policy"),
-    Stage("token_dispatcher", "dispatch_preprocess", "permute"),
-    Stage("token_dispatcher", "preprocess", "metadata", waits="wait_metadata"),
-    Stage("token_dispatcher", "_maybe_dtoh_and_synchronize", "metadata"),
-    Stage("token_dispatcher", "token_dispatch", "dispatch", waits="wait_dispatch"),
-    Stage("token_dispatcher", "dispatch_postprocess", "permute"),
-    Stage("experts", "forward", "experts"),
-    Stage("token_dispatcher", "combine_preprocess", "permute"),
-    Stage("token_dispatcher", "token_combine", "combine", waits="wait_combine"),
-    Stage("token_dispatcher", "combine_postprocess", "permute"),
-    Stage("", "shared_experts_compute", "shared"),
-    Stage("", "postprocess", "shared"),
+TIMED_METHODS = (
+    TimedMethod("router", "gating", "gate"),
+    TimedMethod("router", "routing", "policy"),
+    TimedMethod("router", "sum_over_ranks", "policy", waits="wait_policy"),
+    TimedMethod("token_dispatcher", "dispatch_preprocess", "permute"),
+    TimedMethod("token_dispatcher", "preprocess", "metadata", waits="wait_metadata"),
+    TimedMethod("token_dispatcher", "_maybe_dtoh_and_synchronize", "metadata"),
+    TimedMethod("token_dispatcher", "token_dispatch", "dispatch", waits="wait_dispatch"),
+    TimedMethod("token_dispatcher", "dispatch_postprocess", "permute"),
+    TimedMethod("experts", "forward", "experts"),
+    TimedMethod("token_dispatcher", "combine_preprocess", "permute"),
+    TimedMethod("token_dispatcher", "token_combine", "combine", waits="wait_combine"),
+    TimedMethod("token_dispatcher", "combine_postprocess", "permute"),
+    TimedMethod("", "shared_experts_compute", "shared"),
+    TimedMethod("", "postprocess", "shared"),
 )
 
 
@@ -77,13 +77,13 @@ class Rendezvous:
 def instrumented(
     moe: MoELayer, recorder: PhaseRecorder, meet: Callable[[], object], layer: int | None = None
 ) -> Iterator[None]:
-    """Time every stage of an MoE layer with ``recorder``, and probe the waiting, while the block runs.
+    """Time every phase of an MoE layer with ``recorder``, and probe the waiting, while the block runs.
 
     Args:
         layer: which of a model it is; None = it stands alone.
     """
     with contextlib.ExitStack() as stack:
-        for place, method, phase, waits in STAGES:
+        for place, method, phase, waits in TIMED_METHODS:
             owner = getattr(moe, place) if place else moe
             if not hasattr(owner, method) or (phase == "shared" and not moe.use_shared_expert):
                 continue

@@ -169,7 +169,7 @@ class Ordering(Strict):
     Attributes:
         where: in the paper, or what is ours of it.
         better, worse: policy and fields of either kind; ``set``: whatever it is but null. Fields that both policies
-            have and that neither names must be equal, and so must the phase.
+            have and that neither names must be equal, and so must the stage.
     """
 
     says: str

@@ -35,8 +35,8 @@ from moe_ep_bench.policies.steps import TORCH, Steps
 if TYPE_CHECKING:
     from moe_ep_bench.policies.similarity import Similarity
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
+Stage = Literal["prefill", "decode"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -208,7 +208,7 @@ class Policy:
     """
 
     name: ClassVar[str]
-    acts_in: ClassVar[tuple[Phase, ...]] = PHASES
+    acts_in: ClassVar[tuple[Stage, ...]] = STAGES
     looks_past_top_k: ClassVar[bool] = False
     torch_only: ClassVar[Mapping[str, object]] = {}
     stats_by_field: ClassVar[bool] = True

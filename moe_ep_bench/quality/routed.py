@@ -44,7 +44,7 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import imbalance, routing_metrics
-from moe_ep_bench.policies.contract import PHASES, Phase, Policy, Routing, RoutingContext
+from moe_ep_bench.policies.contract import STAGES, Policy, Routing, RoutingContext, Stage
 from moe_ep_bench.policies.selection import TopK
 from moe_ep_bench.quality.checkpoint import MoELayer, find_moe_layers
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
@@ -57,8 +57,8 @@ Tables = dict[str, list[Row]]
 """Rows by the name of their table in ``schema.TABLES``."""
 
 
-def judged_phase(policy: Policy | None, arrangement: Literal["auto", "prefill", "decode"]) -> Phase:
-    """The phase in which known text is judged; auto = the first that the policy is for, prefill without a policy."""
+def judged_stage(policy: Policy | None, arrangement: Literal["auto", "prefill", "decode"]) -> Stage:
+    """The stage in which known text is judged; auto = the first that the policy is for, prefill without a policy."""
     if arrangement != "auto":
         return arrangement
     return "prefill" if policy is None else policy.acts_in[0]
@@ -89,15 +89,15 @@ class ForwardPass:
     """One forward pass.
 
     Attributes:
-        phase: what it is.
+        stage: what it is.
         num_steps: batches into which its tokens fall: its positions where each of them is a batch, else 1.
         valid_BS, valid_T: bool, False = padding.
         sequence_T: int64, the row of the pass that a token is from.
         step_T: int64, the batch that a token is routed in.
     """
 
-    def __init__(self, phase: Phase, valid_BS: Tensor, by_position: bool) -> None:
-        self.phase: Phase = phase
+    def __init__(self, stage: Stage, valid_BS: Tensor, by_position: bool) -> None:
+        self.stage: Stage = stage
         self.valid_BS, self.valid_T = valid_BS, valid_BS.flatten()
         num_sequences, length = valid_BS.shape
         token_T = torch.arange(num_sequences * length, device=valid_BS.device)
@@ -202,7 +202,7 @@ def routed(
     *,
     num_ranks: int = 1,
     arrangement: Arrangement = "as_run",
-    acts_in: tuple[Phase, ...] | None = None,
+    acts_in: tuple[Stage, ...] | None = None,
     seed: int = 0,
     observe: Callable[[RouterCall], None] | None = None,
 ) -> Iterator[None]:
@@ -213,7 +213,7 @@ def routed(
         policy: None only observes.
         num_ranks: virtual expert-parallel ranks, a divisor of the experts; sequences are dealt to them.
         arrangement: see the module.
-        acts_in: the phases in which the policy acts, in others the model's own choice stands; None = its own phases
+        acts_in: the stages in which the policy acts, in others the model's own choice stands; None = its own stages
             (``Policy.acts_in``), or whatever the arrangement says.
         seed: of what random policies draw.
         observe: gets every call of a router, pass by pass and layer by layer.
@@ -224,7 +224,7 @@ def routed(
     """
     layers = find_moe_layers(model)
     if acts_in is None:
-        acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
+        acts_in = policy.acts_in if policy and arrangement == "as_run" else STAGES
     router = None if policy is None else PolicyRouter(policy)
     patch = _Patch(layers, router, num_ranks, arrangement, acts_in, seed, observe)
     body: Any = model.base_model
@@ -317,7 +317,7 @@ class _Patch:
     router: PolicyRouter | None
     num_ranks: int
     arrangement: Arrangement
-    acts_in: tuple[Phase, ...]
+    acts_in: tuple[Stage, ...]
     seed: int
     observe: Callable[[RouterCall], None] | None
     number: int = -1
@@ -345,7 +345,7 @@ class _Patch:
         logits_TE, _, ids_TK = output
         (scores_TE, own_TE), context = layer.choice(logits_TE, ids_TK), layer.context(self.num_ranks)
         routing = None
-        if self.router is not None and self.forward_pass.phase in self.acts_in:
+        if self.router is not None and self.forward_pass.stage in self.acts_in:
             routing = self._route(layer, scores_TE, context)
             own_valid_TE = own_TE & self.forward_pass.valid_T.unsqueeze(1)
             if problem := impossible(self.router.policy, layer, scores_TE, own_valid_TE, routing.map_TE):

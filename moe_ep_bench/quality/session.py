@@ -28,7 +28,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment
-from moe_ep_bench.quality.routed import Phase, judged_phase, try_policies
+from moe_ep_bench.quality.routed import Stage, judged_stage, try_policies
 from moe_ep_bench.quality.tasks import Task, check_task
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
@@ -82,9 +82,9 @@ class QualityComparison:
         cases = (CaseSpec(self.comparison_id, POLICY, policy.name, policy) for policy in policies)
         return [CaseSpec(self.comparison_id, BASELINE, "native"), *cases]
 
-    def phase(self, case: CaseSpec) -> Phase:
-        """The phase in which known text is judged under a case."""
-        return judged_phase(case.policy, self.experiment.arrangement)
+    def stage(self, case: CaseSpec) -> Stage:
+        """The stage in which known text is judged under a case."""
+        return judged_stage(case.policy, self.experiment.arrangement)
 
     def facts(self) -> JudgedFacts:
         """The comparison's entry in ``run.json``."""
@@ -104,7 +104,7 @@ class QualityComparison:
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
         """A case's entry in ``run.json``."""
-        return case.facts(phase=self.phase(case))
+        return case.facts(stage=self.stage(case))
 
 
 def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparison]:
@@ -158,7 +158,7 @@ def run_quality(
         for comparison in comparisons:
             print(comparison.title)
             for case in comparison.cases:
-                print(f"  {case.case_id}  {case.role:8}  {comparison.phase(case):7}  {case.label}")
+                print(f"  {case.case_id}  {case.role:8}  {comparison.stage(case):7}  {case.label}")
         return
     device, directory = device_type(), RunDirectory(out)
     with naming(str(config)):

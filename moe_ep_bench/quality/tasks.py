@@ -33,7 +33,7 @@ from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
-from moe_ep_bench.quality.routed import Arrangement, RouterCall, Row, Tables, judged_phase, pass_metrics, routed
+from moe_ep_bench.quality.routed import Arrangement, RouterCall, Row, Tables, judged_stage, pass_metrics, routed
 
 # ---- the package and its tasks ---------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class TaskRouting:
     """How a model is routed while a task runs, and what came of it.
 
     Attributes:
-        arrangement: of sequences that are scored; see ``routed.judged_phase``.
+        arrangement: of sequences that are scored; see ``routed.judged_stage``.
         sums: of ``pass_metrics`` and of score mass, over passes and layers.
     """
 
@@ -135,8 +135,8 @@ class TaskRouting:
     sums: Counter[str] = field(default_factory=Counter)
 
     def routed(self, model: torch.nn.Module, *, generating: bool = False) -> contextlib.AbstractContextManager[None]:
-        """While whole sequences are scored, or answers are generated: there the policy acts in its own phases."""
-        how: Arrangement = "as_run" if generating else judged_phase(self.policy, self.arrangement)
+        """While whole sequences are scored, or answers are generated: there the policy acts in its own stages."""
+        how: Arrangement = "as_run" if generating else judged_stage(self.policy, self.arrangement)
         return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=how, seed=self.seed, observe=self._add)
 
     def _add(self, call: RouterCall) -> None:

@@ -29,10 +29,10 @@ from torch import Tensor
 from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.errors import naming
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.policies.contract import PHASES
+from moe_ep_bench.policies.contract import STAGES
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.routed import ForwardPass, RouterCall, Tables, judged_phase, pass_metrics, routed
+from moe_ep_bench.quality.routed import ForwardPass, RouterCall, Tables, judged_stage, pass_metrics, routed
 
 _LOGITS_AT_ONCE = 2**24
 
@@ -99,24 +99,24 @@ class Text:
         self, tables: Tables, model: Any, case: CaseSpec, number: int, tokens_BS: Tensor, native_BSD: Tensor
     ) -> None:
         """Add the rows of one batch: of its routing, and of its answers."""
-        phase = judged_phase(case.policy, self.experiment.arrangement)
+        stage = judged_stage(case.policy, self.experiment.arrangement)
 
         def add_routing(call: RouterCall) -> None:
             # The unpatched model makes one choice; its loads depend on what is routed together.
-            for read_as in PHASES if case.policy is None else (phase,):
+            for read_as in STAGES if case.policy is None else (stage,):
                 forward_pass = ForwardPass(read_as, call.forward_pass.valid_BS, read_as == "decode")
                 metrics = pass_metrics(replace(call, forward_pass=forward_pass))
-                place = {"batch": number, "phase": read_as, "layer": call.layer.number}
+                place = {"batch": number, "stage": read_as, "layer": call.layer.number}
                 tables["quality_routing"].append({**place, **metrics})
 
         # A random policy's draws for a batch must not depend on what was done before.
         seed = int(stable_hash([self.experiment.layer.seed, number])[:8], 16)
-        how: Any = {"num_ranks": self.num_ranks, "arrangement": phase, "seed": seed}
+        how: Any = {"num_ranks": self.num_ranks, "arrangement": stage, "seed": seed}
         with routed(model, case.policy, **how, observe=add_routing):
             hidden_BSD = hidden_states(model, tokens_BS)
         costs = token_costs(model, hidden_BSD, native_BSD, tokens_BS)
         item = number * self.config.batch_size
-        row = {"batch": number, "phase": phase, "num_tokens": costs.kl.shape[1]}
+        row = {"batch": number, "stage": stage, "num_tokens": costs.kl.shape[1]}
         tables["quality"] += [
             {**row, "item": item + place, "metric": metric, "value": float(cost_S.double().mean())}
             for metric, cost_BS in costs._asdict().items()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import make_folder, parse_json
 from moe_ep_bench.policies import Policy, make_policy
-from moe_ep_bench.policies.contract import PHASES
+from moe_ep_bench.policies.contract import STAGES
 
 if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing need not wait.
     from moe_ep_bench.quality.checkpoint import MoELayer
@@ -55,7 +55,7 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
 
 
 def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
-    """A policy and the phases in which it acts."""
+    """A policy and the stages in which it acts."""
     values = parse_json(spec, POLICY, unique=True)
     with naming(POLICY):
         if not isinstance(values, dict):
@@ -65,8 +65,8 @@ def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
         if acts_in is None:
             return policy, policy.acts_in
         is_list = isinstance(acts_in, list) and acts_in
-        if not is_list or sorted(map(str, acts_in)) != [phase for phase in sorted(PHASES) if phase in acts_in]:
-            raise UserError(f"acts_in: expected a list of {' and '.join(PHASES)}, each once, got {acts_in!r}")
+        if not is_list or sorted(map(str, acts_in)) != [stage for stage in sorted(STAGES) if stage in acts_in]:
+            raise UserError(f"acts_in: expected a list of {' and '.join(STAGES)}, each once, got {acts_in!r}")
         return policy, tuple(acts_in)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import shares
-from moe_ep_bench.policies.contract import PHASES
+from moe_ep_bench.policies.contract import STAGES
 from moe_ep_bench.quality.checkpoint import MoELayer
 from moe_ep_bench.workload.trace import PART, UNFINISHED, written_trace
 
@@ -90,7 +90,7 @@ class Recorder:
         self._came: dict[int, float] = {}  # by sequence of a request that is there
         self._step: dict[int, tuple[Tensor, Tensor]] = {}
         self._counts: Counter[str] = Counter()
-        self._written: Counter[str] = Counter()  # tokens by phase
+        self._written: Counter[str] = Counter()  # tokens by stage
         self._num_parts: Counter[str] = Counter()
         self._part: _Part | None = None
         self._full: list[_Part] = []  # the first is being written
@@ -218,12 +218,12 @@ class Recorder:
             self._fill()
         self._thread.join()
         if was_open and not self._has_failed:
-            for phase, num_tokens in self._written.items():
-                words = f"{num_tokens:,} tokens in {self._num_parts[phase]:,} parts"
-                self.say(logging.INFO, f"wrote {self._folder(phase)}: {words}")
+            for stage, num_tokens in self._written.items():
+                words = f"{num_tokens:,} tokens in {self._num_parts[stage]:,} parts"
+                self.say(logging.INFO, f"wrote {self._folder(stage)}: {words}")
 
-    def _folder(self, phase: str) -> Path:
-        return self.directory / f"{phase}.safetensors"
+    def _folder(self, stage: str) -> Path:
+        return self.directory / f"{stage}.safetensors"
 
     def _write_parts(self) -> None:
         """Write parts as they fill, in a thread of its own, until the recorder is closed or one cannot be written."""
@@ -240,8 +240,8 @@ class Recorder:
                 part = self._full[0]
             try:
                 check_room(self.directory)
-                for phase in PHASES:
-                    self._write(part, phase)
+                for stage in STAGES:
+                    self._write(part, stage)
             except Exception as problem:  # of whatever kind: a thread that died unheard would stop the server's steps
                 self._end(problem)
                 return
@@ -258,18 +258,18 @@ class Recorder:
             self._changed.notify_all()
         self.say(logging.ERROR, f"recording ended, its last part is lost, serving goes on: {problem}")
 
-    def _write(self, part: _Part, phase: str) -> None:
+    def _write(self, part: _Part, stage: str) -> None:
         sequence_T, position_T, is_prompt_T = (
             np.concatenate([step[which] for step in part.steps]) for which in range(3)
         )
-        kept_T = is_prompt_T == (phase == "prefill")
+        kept_T = is_prompt_T == (stage == "prefill")
         if not kept_T.any():
             return
-        path = self._folder(phase) / PART.format(self._num_parts[phase])
+        path = self._folder(stage) / PART.format(self._num_parts[stage])
         with written_trace(path, self.directory) as writer:
-            self.layers[0].describe(writer, phase=phase, domain="requests of a server", **self.facts)
+            self.layers[0].describe(writer, phase=stage, domain="requests of a server", **self.facts)
             writer.notes += self.notes
-            if phase == "prefill" and self._counts["cached"]:
+            if stage == "prefill" and self._counts["cached"]:
                 tokens, requests = self._counts["cached"], self._counts["cached requests"]
                 writer.notes.append(f"the prefix cache answered the first {tokens:,} tokens of {requests:,} prompts")
             writer.left_out["that came again"] += self._counts["that came again"]
@@ -277,7 +277,7 @@ class Recorder:
                 writer.add_arrival(sequence, seconds)
             for place, layer in enumerate(self.layers):
                 full_TE, ids_TK = (np.concatenate([step[which][place] for step in part.steps]) for which in (3, 4))
-                writer.add(layer.number, ids_TK[kept_T], None, phase, full_TE=full_TE[kept_T])
-            writer.add_tokens(sequence_T[kept_T], position_T[kept_T], phase)
-        self._num_parts[phase] += 1
-        self._written[phase] += writer.num_tokens
+                writer.add(layer.number, ids_TK[kept_T], None, stage, full_TE=full_TE[kept_T])
+            writer.add_tokens(sequence_T[kept_T], position_T[kept_T], stage)
+        self._num_parts[stage] += 1
+        self._written[stage] += writer.num_tokens

@@ -88,7 +88,7 @@ class Step:
     _acting: dict[tuple[str, ...], tuple[Tensor, int]] = field(default_factory=dict)
 
     def acting(self, acts_in: tuple[str, ...]) -> tuple[Tensor, int]:
-        """Which tokens a policy decides on that acts in these phases, bool [T], and how many."""
+        """Which tokens a policy decides on that acts in these stages, bool [T], and how many."""
         if acts_in not in self._acting:
             acts_T = (self.is_prompt_T & ("prefill" in acts_in)) | (~self.is_prompt_T & ("decode" in acts_in))
             self._acting[acts_in] = acts_T, int(acts_T.sum())
@@ -100,7 +100,7 @@ class StepRouter:
 
     Args:
         num_ranks: expert-parallel ranks; a step is one batch of all of them.
-        acts_in: phases whose tokens the policy decides on, prefill, decode or both; None = its own.
+        acts_in: stages whose tokens the policy decides on, prefill, decode or both; None = its own.
         elsewhere: by layer, the expert of another rank that an empty slot names, or None.
     """
 

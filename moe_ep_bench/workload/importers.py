@@ -36,12 +36,12 @@ class ImportOptions:
 
     Attributes:
         preset: the model: a preset's name, its config.json, or a YAML file of the form of a preset.
-        phase: prefill, decode or training.
+        stage: prefill, decode or training.
         domain: part of a published recording; of others, what the texts are about.
     """
 
     preset: str = ""
-    phase: str = ""
+    stage: str = ""
     domain: str = "unstated"
     licence: str = "unstated"
 
@@ -113,7 +113,7 @@ def read_sglang(source: Path, model: ModelSpec, options: ImportOptions, writer: 
 
     ``/generate`` (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) returns
     ``routed_experts`` in ``meta_info``: base64 of int32 [tokens, layers, K], of the prompt and of what was generated
-    but its last token. ``prompt_tokens`` beside it tells the phases, ``request_received_ts`` when the request came.
+    but its last token. ``prompt_tokens`` beside it tells the stages, ``request_received_ts`` when the request came.
     """
     row_bytes = 4 * model.num_layers * model.top_k
     for sequence, (where, response) in enumerate(records(source, _SglangResponse)):
@@ -122,7 +122,7 @@ def read_sglang(source: Path, model: ModelSpec, options: ImportOptions, writer: 
             expected = f"rows of {model.num_layers} layers x top-{model.top_k} as int32 ({row_bytes} bytes)"
             raise UserError(f"{place}: expected {expected}, got {len(content)} bytes")
         ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, model.num_layers, model.top_k)
-        _add_request(writer, sequence, ids_TLK, response.meta_info.prompt_tokens, place, options.phase, model)
+        _add_request(writer, sequence, ids_TLK, response.meta_info.prompt_tokens, place, options.stage, model)
         writer.add_arrival(sequence, response.meta_info.request_received_ts)
 
 
@@ -156,14 +156,14 @@ def read_vllm(source: Path, model: ModelSpec, options: ImportOptions, writer: Tr
                 ids = np.lib.format.read_array(io.BytesIO(ids), allow_pickle=False)
             except (ValueError, EOFError) as error:
                 raise UserError(f"{place}: expected an array in npy form ({brief(str(error), quoted=False)})") from None
-        _add_request(writer, sequence, ids, response.usage.prompt_tokens, place, options.phase, model)
+        _add_request(writer, sequence, ids, response.usage.prompt_tokens, place, options.stage, model)
         writer.add_arrival(sequence, response.created)
 
 
 def _add_request(
-    writer: TraceWriter, sequence: int, ids: Any, num_prompt: int, where: str, phase: str, model: ModelSpec
+    writer: TraceWriter, sequence: int, ids: Any, num_prompt: int, where: str, stage: str, model: ModelSpec
 ) -> None:
-    """Add a request's tokens, or those of one phase.
+    """Add a request's tokens, or those of one stage.
 
     Ids below 0 say that nothing was recorded of a token; so does one number in all places (zeros, or -1 as uint8), as
     no router gives a token one expert twice. With K = 1 that cannot be told.
@@ -181,11 +181,11 @@ def _add_request(
         raise UserError(f"{where}: expected all {num_prompt} tokens of the prompt, got {num_tokens} recorded")
     position_T, ids_TM = np.arange(num_tokens), ids_TLK[:, model.moe_layers].reshape(num_tokens, -1)
     is_prompt_T = position_T < num_prompt
-    is_asked_T = {"prefill": is_prompt_T, "decode": ~is_prompt_T}.get(phase, np.ones_like(is_prompt_T))
+    is_asked_T = {"prefill": is_prompt_T, "decode": ~is_prompt_T}.get(stage, np.ones_like(is_prompt_T))
     is_empty_T = (ids_TM < 0).all(axis=1)
     if model.top_k > 1:
         is_empty_T |= (ids_TM == ids_TM[:, :1]).all(axis=1)
-    writer.left_out["of another phase"] += int((~is_asked_T).sum())
+    writer.left_out["of another stage"] += int((~is_asked_T).sum())
     writer.left_out["that were not recorded"] += int((is_asked_T & is_empty_T).sum())
     kept_T = is_asked_T & ~is_empty_T
     for layer in model.moe_layers:
@@ -311,7 +311,7 @@ def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer
     bfloat16, before any score function: from these each token's shares of the whole score mass are made. What the
     tracer does not say, and what follows:
 
-    * Texts. A forward pass is taken as one sequence (record with a micro batch of one); in ``phase`` decode every token
+    * Texts. A forward pass is taken as one sequence (record with a micro batch of one); in ``stage`` decode every token
       stands alone.
     * Which tokens and layers a rank has. Ranks of one tensor-parallel group see the same tokens, and pipeline stages
       number their own layers, so one import takes one rank's file.
@@ -331,13 +331,13 @@ def read_megatron(source: Path, model: ModelSpec, options: ImportOptions, writer
         # The writer refuses ids that are out of range.
         shares_TK = np.take_along_axis(shares_TE, ids_TK.clip(0, model.num_experts - 1), axis=1)
         writer.add(read.layer, ids_TK, shares_TK, f"{where}: layer {read.layer}")
-        length_S = [1] * read.num_tokens if options.phase == "decode" else [read.num_tokens]
+        length_S = [1] * read.num_tokens if options.stage == "decode" else [read.num_tokens]
         lengths.setdefault(read.layer, []).extend(length_S)
     if lengths:
         length_S = np.array(next(iter(lengths.values())))  # the other layers have the same tokens
         position_T = np.concatenate([np.arange(length) for length in length_S])
         writer.add_tokens(np.arange(len(length_S)).repeat(length_S), position_T, str(source))
-    what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass"
+    what = "a token is a sequence" if options.stage == "decode" else "a sequence is a forward pass"
     writer.notes.append(f"{what}; multi-token prediction is left out")
 
 
@@ -382,12 +382,12 @@ IMPORTERS = {
     "esft": Importer(
         read_esft, "deepseek-ai/ESFT results/expert_scores", SHARES, ("domain",), preset="deepseek-v2-lite"
     ),
-    "flame-moe": Importer(read_flame_moe, "cmu-flame/FLAME-MoE captured routing", SHARES, ("preset", "phase")),
-    "megatron": Importer(read_megatron, "Megatron-Core router trace", "", ("preset", "phase")),
+    "flame-moe": Importer(read_flame_moe, "cmu-flame/FLAME-MoE captured routing", SHARES, ("preset", "stage")),
+    "megatron": Importer(read_megatron, "Megatron-Core router trace", "", ("preset", "stage")),
     "sglang": Importer(read_sglang, "SGLang routed experts", ASSUMED, ("preset",)),
     "vllm": Importer(read_vllm, "vLLM routed experts", ASSUMED, ("preset",)),
 }
-PHASES = ("prefill", "decode", "training")
+STAGES = ("prefill", "decode", "training")
 
 
 def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
@@ -408,8 +408,8 @@ def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
     if missing := [name for name in importer.needs if not options.get(name)]:
         raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it")
     about = ImportOptions(**options)
-    if about.phase not in ("", *PHASES):
-        raise UserError(f"phase: expected one of {', '.join(PHASES)}; got {about.phase!r}")
+    if about.stage not in ("", *STAGES):
+        raise UserError(f"stage: expected one of {', '.join(STAGES)}; got {about.stage!r}")
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
@@ -425,7 +425,7 @@ def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
                 where=f"preset {preset}",
                 model=model.name,
                 score=importer.score,
-                phase=about.phase or "prefill and decode",
+                phase=about.stage or "prefill and decode",
                 domain=about.domain,
                 source=importer.recorder,
                 licence=about.licence,

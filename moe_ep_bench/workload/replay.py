@@ -162,13 +162,14 @@ class RecordedWorkload(Workload):
 
     def describe(self) -> dict[str, object]:
         first = self.traces[0]
-        is_decode = all(trace.metadata["phase"] == "decode" for trace in self.traces)
+        is_decode = all(trace.stage == "decode" for trace in self.traces)
         sources = [
             {
                 "file": trace.path.name,
                 "sha256": trace.sha256(),
                 "num_tokens": trace.num_tokens,
-                **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+                "stage": trace.stage,
+                **{name: trace.metadata[name] for name in ("domain", "source", "licence")},
             }
             for trace in self.traces
         ]

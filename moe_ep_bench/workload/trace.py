@@ -98,6 +98,11 @@ class Trace:
     """Where each token stands in the parts, one after the other; None = in this order."""
 
     @property
+    def stage(self) -> str:
+        """Prefill, decode, both or training: the key ``phase`` of the files."""
+        return self.metadata["phase"]
+
+    @property
     def scores_are_normalised(self) -> bool:
         """Whether every row sums to 1 over the top-k, so that their share of all score mass is unknown."""
         return scores_are_normalised(self.metadata["score"])
@@ -338,7 +343,9 @@ def trace_info(path: Path) -> str:
         f"{length_S.max():,} (median {np.median(length_S):,.0f})",
         "scores": f"{facts['score']}{'; of all experts' * trace.has_full_scores}",
         **({} if trace.arrival_S is None else {"arrivals": f"over {np.ptp(trace.arrival_S):,.1f} s"}),
-        **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
+        "model": facts["model"],
+        "stage": trace.stage,
+        **{name: facts[name] for name in ("domain", "source", "licence", "note") if name in facts},
     }
     if path.is_dir() and (path.parent / UNFINISHED).exists():
         rows["end"] = "the recorder goes on, or was killed and lost up to a minute"

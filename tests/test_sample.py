@@ -167,8 +167,9 @@ def test_matched_loads_are_those_of_the_traffic_in_each_half_of_a_ranks_tokens(t
 def test_a_plan_knows_of_a_matched_batch_what_its_tokens_would_have_said(tmp_path: Path) -> None:
     """To less than half of what chance would leave, without drawing any."""
     point = planned(tmp_path, *SOURCES, "model={num_experts: 64, top_k: 8, hidden_size: 64, ffn_hidden_size: 64}")
-    grouped = planned(tmp_path, *SOURCES, "model.preset=deepseek-v3", "layer.dtype=bfloat16")
-    for of in (point, grouped):
+    deepseek = "model.preset=deepseek-v3", "layer.dtype=bfloat16"
+    grouped, even = (planned(tmp_path, *SOURCES, *deepseek, *peak) for peak in ([], ["workload.peak_load=null"]))
+    for of in (point, grouped, even):
         batches = Batches(of, CPU)
         for batch in (-1, 0):
             load_E = batches.loads(batch)

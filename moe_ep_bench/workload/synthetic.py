@@ -411,6 +411,8 @@ class SyntheticWorkload(Workload):
     @cached_property
     def _drawn_loads(self) -> NDArray[np.float64]:
         """Loads over the mean that batch 0's recipe gives the experts as drawn: float64 [E]."""
+        if self._is_even:
+            return np.ones(self.num_experts)
         recipe = self._recipe(0)
         return self._loads(None, recipe.bias_E, recipe.sharpness)
 
@@ -458,7 +460,7 @@ class SyntheticWorkload(Workload):
     def _long_run_loads(self) -> NDArray[np.float64]:
         """Of the experts as drawn, over the mean and above 0: float64 [E]."""
         load_E = self._drawn_loads
-        if self._wanted_loads is None and self.num_groups is not None:
+        if self._wanted_loads is None and self.num_groups is not None and not self._is_even:
             # Those of a reference draw have its own unevenness.
             load_E = load_E - self._loads(None, np.zeros(self.num_experts), self._recipe(0).sharpness) + 1
         load_E = np.maximum(load_E, _COLDEST)

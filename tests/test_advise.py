@@ -969,5 +969,7 @@ def test_an_answer_without_a_traffic_is_a_line_for_each(tmp_path: Path) -> None:
     assert text.count("candidate  ") == 0, "no table"
     answers = [line for line in text.splitlines() if line.startswith("At peak load")]
     assert [line.split(":")[1].split()[0] for line in answers] == ["Keep", "Use", "Use"]
+    lost = [line for line in text.splitlines() if line.startswith(("It costs: ", "Without loss "))]
+    assert len(lost) == 4, "of either pick, which drops"
     assert text.index("\nFor ") > text.index(answers[-1]), "for what all of them hold"
     assert "no traffic was given: assumed: balanced traffic, typical (peak load 2) and hard (peak load 3)" in text

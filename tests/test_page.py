@@ -191,6 +191,20 @@ def test_an_answer_that_somebody_changed_is_left_out_and_named(content: str, key
     assert line in page
 
 
+def test_the_first_figure_of_an_answer_is_of_its_picks_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["speedup", "phases", "ranks", "load"]
+    figures = {name: Drawing(Figure(figsize=(2, 1)), pd.DataFrame(), name, "") for name in names}
+    monkeypatch.setattr(page_module, "drawings", lambda *_: figures)
+    directory = write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)])
+    for answers, first in (None, "speedup"), ([ANSWER], "ranks"):
+        if answers:
+            (directory / "advice.json").write_text(json.dumps({**ADVICE, "answers": answers}))
+        page = Parsed(page_of(directory, tmp_path / "page.html"))
+        drawn = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+        assert str(drawn[0]).startswith(first)
+        assert len(drawn) == 4
+
+
 def test_an_answer_beside_results_begins_the_page(tmp_path: Path) -> None:
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)])
     (tmp_path / "advice.json").write_text(json.dumps({**ADVICE, "answers": [ANSWER]}))

@@ -324,7 +324,8 @@ def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
     for answer in advice.answers:
-        lines = list(_answer_lines(answer, advice.versus))[: 1 if has_assumed_traffic(advice.assumptions) else None]
+        is_brief = has_assumed_traffic(advice.assumptions)
+        lines = _brief_lines(answer) if is_brief else _answer_lines(answer, advice.versus)
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
     blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
@@ -383,6 +384,14 @@ def _native_lines(native: Case) -> Iterator[str]:
     yield f"{words}."
 
 
+def _brief_lines(answer: Answer) -> Iterator[str]:
+    """Of one traffic among several: the pick, and what it loses where it loses something."""
+    pick = answer.pick
+    yield next(_answer_lines(answer, None))
+    if pick is not None and costs_answers(pick.missing_share, pick.retained_mass):
+        yield from _cost_lines(answer, pick)
+
+
 def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     """What a pick gains and costs, and what a pass comes to."""
     native, how = answer.native, pick.origin
@@ -398,6 +407,13 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         of = rest_words(answer.rest) if answer.rest else ""
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
+    yield from _cost_lines(answer, pick)
+    if pick.redundant_experts is not None:
+        yield _server_line(pick.redundant_experts, is_eplb=pick.is_eplb)
+
+
+def _cost_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
+    """What a pick costs, and the fastest that loses nothing, or that loses no more than asked."""
     yield f"It costs: {_cost(pick)}."
     other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
     if other is not None:
@@ -405,8 +421,6 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
         yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     elif loses:
         yield "Without loss none is significantly faster than native."
-    if pick.redundant_experts is not None:
-        yield _server_line(pick.redundant_experts, is_eplb=pick.is_eplb)
 
 
 def _server_line(redundant_experts: int, *, is_eplb: bool) -> str:

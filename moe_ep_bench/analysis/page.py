@@ -68,9 +68,11 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
-    images = [_image(*item) for item in drawings(store, passed_over).items()]
     frame = frame.assign(differs_from_topk=differs_from_topk(frame))
     advised = read_advices(directories, passed_over)
+    # An answer's first figure shows the ranks of its pick.
+    figures = sorted(drawings(store, passed_over).items(), key=lambda one: bool(advised) and "ranks" not in one[0])
+    images = [_image(*one) for one in figures]
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis"),
         autoescape=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,6 +107,14 @@ def load_hf_model(path: Path) -> ModelSpec:
         return spec_of(values, str(file), f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
+def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of a config and of the parts inside it."""
+    for key, value in values.items():
+        yield key
+        if isinstance(value, Mapping):
+            yield from _keys_of(value)
+
+
 def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) -> ModelSpec:
     """The model that a config's values state; ``source``: None = ``where``.
 
@@ -117,7 +125,7 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     name = values.get("model_type")
     name = name.removesuffix("_text") if isinstance(name, str) else name
     if not isinstance(name, str) or name not in families():
-        if isinstance(name, str) and not any("expert" in key or "moe" in key for key in (name, *values)):
+        if isinstance(name, str) and not any("expert" in key or "moe" in key for key in (name, *_keys_of(values))):
             raise UserError(f"{where}: model_type {brief(name)}: dense: it has no experts, so nothing is routed")
         raise UserError(f"{where}: model_type {brief(name)}: no family that is known here")
     if name == "deepseek" and values.get("kv_lora_rank") is not None:
@@ -244,6 +252,8 @@ def _by_blocks(stated: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     blocks = next((stated[key] for key in keys if isinstance(stated.get(key), list | str)), [])
     routed = [layer for layer, kind in enumerate(blocks) if kind in ("moe", "E")]
+    if blocks and not routed:
+        raise UserError("model_type 'nemotron_h': dense: no block of it has experts, so nothing is routed")
     no_dense = {} if any(kind in ("mlp", "-") for kind in blocks) else {"intermediate_size": None}
     return {"num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
 

@@ -139,6 +139,21 @@ def groups_of_some_ranks_stand_beside(lab: Lab) -> None:
     assert tensor.item() == group.size()
 
 
+def a_rank_that_is_late_past_the_timeout_is_an_error_of_the_others(lab: Lab) -> None:
+    """They raise as gloo does, and say that it is another's; groups beside go on."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    assert isinstance(group, StagedGroup)
+    if lab.rank < lab.size - 1:
+        error: Exception | None = None
+        try:
+            dist.all_reduce(torch.ones(1, device=lab.device), group=group)
+        except RuntimeError as problem:
+            error = problem
+        assert error is not None
+        assert is_of_peers(error), error
+    dist.barrier(group=lab.gloo)
+
+
 def the_error_of_one_rank_reaches_the_others(lab: Lab) -> None:
     """Last, as it ends the group: a rank that is gone is named as gone, soon, and nobody hangs."""
     if lab.rank == lab.size - 1:
@@ -167,6 +182,7 @@ LAWS = (
     lists_go_all_to_all,
     collectives_are_in_order_with_their_stream,
     groups_of_some_ranks_stand_beside,
+    a_rank_that_is_late_past_the_timeout_is_an_error_of_the_others,
     the_error_of_one_rank_reaches_the_others,
 )
 

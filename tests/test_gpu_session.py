@@ -21,13 +21,13 @@ SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
 # Stands for Python: notes what it is asked for, and fails or hangs in a script where a file says so.
 PYTHON = """#!/bin/bash
 printf '%q ' "$@" >>{folder}/calls; echo >>{folder}/calls
-echo "output of $*"
+echo "output of $*, 1 not (1 failed)"
 for does in fails hangs; do
   [ -e {folder}/$does ] && [[ "$*" == *$(cat {folder}/$does)* ]] || continue
   [ $does = fails ] && exit 3
   exec sleep 1000
 done
-exit 0
+[ -z "${{MOE_EP_BENCH_FAULTS:-}}" ]  # Where a rank is killed, the run ends with 1.
 """
 
 
@@ -49,7 +49,7 @@ class Session:
     """Rehearsals in one folder, with a stand-in for Python."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.out = folder, folder / "out"
+        self.folder, self.out, self.script = folder, folder / "out", SCRIPT
         python = folder / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(PYTHON.format(folder=folder))
@@ -62,7 +62,7 @@ class Session:
         stand_in.chmod(0o755)
 
     def start(self, *options: str, rehearse: bool = True) -> subprocess.Popen:
-        command = ["bash", SCRIPT, self.out, *options, *["--rehearse"] * rehearse]
+        command = ["bash", self.script, self.out, *options, *["--rehearse"] * rehearse]
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         environment = {**os.environ, "VENV": str(self.folder / "venv"), "PATH": path}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -177,3 +177,25 @@ def test_a_session_that_is_ended_keeps_what_it_has(session: Session) -> None:
     assert started.returncode == 1
     assert "FAILED" in (steps / "device").read_text()
     assert "oea-table3: not begun" in session.summary()
+
+
+def test_a_first_node_gets_no_go_with_what_to_send_until_every_step_is_done(session: Session) -> None:
+    session.script = SCRIPT.with_name("first_node.sh")
+    (session.folder / "fails").write_text("calibrate")
+    status, printed, _ = session.run()
+    assert status == 1
+    assert printed.splitlines()[-1] == f"NO GO: calibrate; send {session.out}/summary.txt and the .err of these steps"
+    assert "calibrate: FAILED with status 3 (calibrate.txt, calibrate.err)" in session.summary()
+    (session.folder / "fails").unlink()
+    status, printed, steps = session.run()
+    assert (status, steps) == (0, 2), "GPUs are counted, and it calibrates"
+    assert printed.splitlines()[-1] == "GO: every step ran on 2 ranks"
+
+
+def test_a_first_node_whose_killed_rank_changes_no_status_gets_no_go(session: Session) -> None:
+    session.script = SCRIPT.with_name("first_node.sh")
+    stand_in = session.folder / "venv" / "bin" / "python"
+    stand_in.write_text(stand_in.read_text().replace("MOE_EP_BENCH_FAULTS", "NOTHING"))
+    status, printed, _ = session.run()
+    assert status == 1
+    assert printed.splitlines()[-1].startswith("NO GO: killed; send ")

@@ -63,10 +63,10 @@ def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, *argu
 
 
 @contextlib.contextmanager
-def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
+def started(config: Path, out: Path, *arguments: str, faults: str = "") -> Iterator[subprocess.Popen]:
     """A launched job on two ranks, in a session of its own, which is in the middle of timing."""
-    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(config), "--out", str(out)]
-    job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(config), "--out", str(out), *arguments]
+    job = subprocess.Popen(command, env=environment(faults), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         wait_until(lambda: [bool(tried(path)) for path in (out / "attempts").glob("now-*-*")] == [True, True], 300)
         time.sleep(0.3)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from policy_cases import ONE_OF_EACH, similarity_file
+from test_faults import check_nobody_is_blamed, check_stopped, is_running, ranks_of, started, tried, wait_until
 from test_run import cases_of, environment, launch, statuses, write_config
 
 from moe_ep_bench.bench.plan import plan
@@ -61,10 +64,14 @@ def flags(how: str) -> list[str]:
     return SHARE_FLAG[how]
 
 
+def small_config(folder: Path, how: str, **changes: object) -> Path:
+    dtype = {} if how == "cpu" else {"layer__dtype": "bfloat16"}
+    return write_config(folder, **{**SMALL, **dtype, **changes})
+
+
 def walked(folder: Path, how: str, nproc: int, faults: str = "", status: int = OK, **changes: object) -> Path:
     """The directory of a rehearsal that ended with this status."""
-    dtype = {} if how == "cpu" else {"layer__dtype": "bfloat16"}
-    config = write_config(folder, **{**SMALL, **dtype, **changes})
+    config = small_config(folder, how, **changes)
     done = launch(config, *flags(how), "--out", folder / "out", nproc=nproc, faults=faults)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
@@ -130,6 +137,7 @@ def test_collectives_inside_a_cuda_graph_of_shared_ranks(tmp_path: Path) -> None
     [
         ("kill", "failed", "killed, or out of memory"),
         ("hang", "timeout", "no progress for"),
+        ("stuck", "timeout", "no progress for"),
         ("hoard", "oom", "CUDA out of memory"),
         ("raise", "failed", "no kernel compiles here"),
     ],
@@ -143,6 +151,35 @@ def test_a_fault_of_one_shared_rank_costs_its_case_alone(
     assert lost[0] == status
     assert words in lost[1]
     assert {status for status, _ in found.values()} == {"ok"}, "nobody else is blamed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ANYWHERE)
+def test_shared_ranks_that_are_asked_to_end_while_one_is_stuck_blame_no_case_and_go_on(
+    how: str, tmp_path: Path
+) -> None:
+    """The first comparison is finished; in the second a rank sleeps, or a GPU's kernel does not end."""
+    two = {"sweep": {"workload.seed": [0, 1]}, "measure__timeout_s": 500}
+    config, out = small_config(tmp_path, how, **FEW, **two), tmp_path / "out"
+    fault = "token_drop=hang_later" if how == "cpu" else "token_drop=stuck_later"
+    with started(config, out, *flags(how), faults=fault) as job:
+        wait_until(lambda: any((out / "cases").glob("*.parquet")), 300)
+        finished = cases_of(out)
+        stuck = set(json.loads((out / "run.json").read_text())["cases"]) - set(finished.case_id)
+        (of_last,) = (out / "attempts").glob("now-*-1")
+        wait_until(lambda: tried(of_last).decode() in stuck, 300)
+        time.sleep(1)
+        ranks = ranks_of(job)
+        job.terminate()
+        check_stopped(job, signal.SIGTERM)
+        wait_until(lambda: not any(map(is_running, ranks)), 200)
+    check_nobody_is_blamed(out)
+    done = launch(config, *flags(how), "--out", out)
+    assert done.returncode == OK, done.stderr
+    rows = cases_of(out)
+    assert set(rows.status) == {"ok"}
+    assert rows.case_id.nunique() == 2 * finished.case_id.nunique()
+    assert set(rows[rows.case_id.isin(finished.case_id)].run_id) == set(finished.run_id), "it is not run again"
 
 
 @pytest.mark.parametrize("how", ON_GPU)
@@ -173,8 +210,7 @@ def test_shared_ranks_calibrate_and_write_no_links(how: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ANYWHERE)
 def test_shared_ranks_validate_and_compare_nothing(how: str, tmp_path: Path) -> None:
-    dtype = {} if how == "cpu" else {"layer__dtype": "bfloat16"}
-    config = write_config(tmp_path, **{**SMALL, **dtype, **FEW, "emulate__links": "h100-nvlink4"})
+    config = small_config(tmp_path, how, **FEW, emulate__links="h100-nvlink4")
     command = [sys.executable, "-m", "moe_ep_bench", "validate", config, "--nproc", "2", "--out", tmp_path / "out"]
     done = subprocess.run(
         [*map(str, command), *flags(how)], capture_output=True, text=True, timeout=500, env=environment()

@@ -29,7 +29,12 @@ def _strike(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif HANGS.get(fault, bool)():
-        time.sleep(3600)
+        if fault.startswith("stuck"):  # The device is busy for an hour; the host goes on until it waits for it.
+            import torch
+
+            torch.cuda._sleep(10**13)
+        else:
+            time.sleep(3600)
     elif fault == "stray":  # Waits in a collective to which nobody comes, while the others wait for it in theirs.
         import torch
 
@@ -60,7 +65,13 @@ def _is_first() -> bool:
     return True
 
 
-HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once": _is_first}
+HANGS = {
+    "hang": lambda: True,
+    "hang_later": lambda: _left("cases"),
+    "hang_once": _is_first,
+    "stuck": lambda: True,
+    "stuck_later": lambda: _left("cases"),
+}
 
 
 def _is_timed() -> bool:

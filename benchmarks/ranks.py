@@ -3,18 +3,22 @@
     python benchmarks/ranks.py [--ranks 2 4 8 16 32] [--out DIR]
 
 Rehearsals of one tiny layer on CPU ranks that share the cores (``run --share-gpu --staged``): nothing here is a time of
-a layer. Seconds are CPU seconds of all processes, so that a busy machine says the same.
+a layer. Seconds are CPU seconds of all processes by rank, so that a busy machine says the same; those of the start end
+where all ranks have met.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
@@ -30,25 +34,39 @@ CONFIG = {
 HOW = ("--cpu", "--share-gpu", "--staged")
 
 
+def cpu_seconds() -> float:
+    """Of all processes that were started from here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def rehearse(folder: Path, num_ranks: int) -> dict[str, float]:
     """Numbers of one job: see ``main``."""
-    config, out = folder / "ranks.yaml", folder / f"{num_ranks}"
+    config, out, log = folder / "ranks.yaml", folder / f"{num_ranks}", folder / f"{num_ranks}.log"
     config.write_text(yaml.safe_dump(CONFIG))
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), *HOW]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    job = subprocess.run([*command, "--nproc", str(num_ranks), "--out", str(out)], capture_output=True, text=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, start, launcher_bytes = cpu_seconds(), 0.0, 0
+    with log.open("w") as errors:
+        job = subprocess.Popen([*command, "--nproc", str(num_ranks), "--out", str(out)], stdout=errors, stderr=errors)
+    while job.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(job.pid)
+            launcher_bytes = max(launcher_bytes, launcher.memory_info().rss)
+            if not start and len(list(out.glob("attempts/now-*"))) == num_ranks:  # Ranks have met and agreed.
+                times = [one.cpu_times() for one in (launcher, *launcher.children(recursive=True))]
+                start = sum(used.user + used.system for used in times)
+        time.sleep(0.2)
     if job.returncode != 0:
-        raise SystemExit(f"{num_ranks} ranks: status {job.returncode}\n{job.stderr[-3000:]}")
+        raise SystemExit(f"{num_ranks} ranks: status {job.returncode}\n{log.read_text()[-3000:]}")
     rows = cases(load(out))
     assert (rows["status"] == "ok").all()
-    seconds = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     return {
-        "CPU s": seconds,
-        "CPU s a rank": seconds / num_ranks,
+        "start, CPU s": start / num_ranks,
+        "all, CPU s": (cpu_seconds() - before) / num_ranks,
         "GiB a rank": rows["peak_memory_gib"].max(),
+        "GiB launcher": launcher_bytes / 2**30,
         "results KiB": sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 2**10,
-        "lines of log": len(job.stderr.splitlines()),
+        "lines of log": len(log.read_text().splitlines()),
     }
 
 

@@ -57,9 +57,12 @@ def test_sixteen_ranks_start_end_and_leave_a_log_that_can_be_read(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     _, few, many = (line.split() for line in done.stdout.splitlines())
-    names = ("seconds", "of_rank", "gib", "kib", "lines")
+    names = ("start", "seconds", "gib", "launcher", "kib", "lines")
     few, many = ({name: float(value) for name, value in zip(names, row[1:], strict=True)} for row in (few, many))
-    assert many["of_rank"] < 2 * few["of_rank"]
+    assert 0 < few["start"] < few["seconds"]
+    assert many["start"] < 2 * few["start"]
+    assert many["seconds"] < 2 * few["seconds"]
     assert many["gib"] < 1.5 * few["gib"]
+    assert many["launcher"] < 1.5 * few["launcher"]
     assert many["kib"] < 4 * few["kib"]
     assert many["lines"] <= few["lines"] + 3, "one rank speaks for all"

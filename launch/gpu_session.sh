@@ -30,10 +30,12 @@ tiny=()       # of emulated layers
 replayed=(--set layer.experts=decode --set layer.cuda_graph=true)
 graphs=(--set sweep.layer.cuda_graph=[true] --set sweep.workload.num_tokens=[16,512])
 bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
+te=(--set layer.experts=te --set 'sweep.layer.dtype=[bfloat16,fp8_block]' --set workload.num_batches=3)
 if [ -n "$rehearse" ]; then
   replayed=(--set layer.experts=decode)
   graphs=(--set sweep.workload.num_tokens=[1,4])
   bfloat16=()
+  te=(--set layer.experts=sequential)
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
@@ -113,6 +115,12 @@ virtual few-tokens 40 --set workload.tokens_per_rank=64
 # Native against native, unaccounted time and probe overhead, of layers at true size.
 step run 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
+# Transformer Engine's layers where it is, in bfloat16 and in FP8.
+if [ -n "$rehearse" ] || "$python" -c 'import transformer_engine' 2>/dev/null; then
+  step te 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/te" --nproc 1 "${te[@]}"
+  show te-table 30 "${module[@]}" show "$out/te"
+  show published-layer 60 "${module[@]}" emulate configs/published-layer.yaml --out "$out/published-layer"
+fi
 # Are cases that take turns as fast as each is alone, on a GPU that is warm with it?
 show back-to-back 70 "$python" benchmarks/back_to_back.py --out "$out" $rehearse
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \

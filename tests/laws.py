@@ -7,6 +7,7 @@ test first asks for one of them. A law takes its suite's ``Lab`` and raises Asse
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.runtime.ranks import join
 
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 # Modules of each suite; the first has its ``Lab``.
 SUITES = {
     "layer": ("layer_laws", "runner_laws", "graph_laws"),
@@ -30,22 +32,27 @@ SUITES = {
 }
 
 
+Check = Callable[[Any], None]
+
+
 class Law(NamedTuple):
-    check: Callable[[Any], None]
+    check: Check
     ranks: tuple[int, ...]
     """On how many ranks tests run it."""
     on_one: bool
     """One rank can show it, such as a GPU."""
+    with_te: bool
+    """It needs a GPU with Transformer Engine, and is of no CPU."""
 
 
 _LAWS: dict[str, Law] = {}
 
 
-def law(*ranks: int, on_one: bool = True) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def law(*ranks: int, on_one: bool = True, with_te: bool = False) -> Callable[[Check], Check]:
     """Declare a law that tests run on so many ranks, by default two."""
 
-    def declare(check: Callable[[Any], None]) -> Callable[[Any], None]:
-        _LAWS[f"{check.__module__}.{check.__name__}"] = Law(check, ranks or (2,), on_one)
+    def declare(check: Check) -> Check:
+        _LAWS[f"{check.__module__}.{check.__name__}"] = Law(check, () if with_te else ranks or (2,), on_one, with_te)
         return check
 
     return declare
@@ -99,6 +106,8 @@ def run(suite: str, report: Path) -> None:
     with device_scope(), torch.inference_mode():
         for name, one in all_laws.items():
             if not (one.on_one if is_gpu and number == 1 else number in _ranks(suite, one)):
+                continue
+            if one.with_te and not HAS_TE:
                 continue
             try:
                 one.check(lab)

@@ -11,13 +11,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fp8_blocks import BlockExperts, stand_ins
 from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
 from waits import watched_waits
 
 from moe_ep_bench.layer import components, megatron
-from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend
+from moe_ep_bench.layer.backend import DEFAULT_BACKEND, LayerBackend, fp8_lacks
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
@@ -72,12 +73,17 @@ ROOT_MODEL = ModelSpec(
     name="root of softplus", source="test", num_layers=1, hidden_size=64, num_experts=16, top_k=4, ffn_hidden_size=48,
     score_function="sqrtsoftplus", normalize=True, routed_scale=1.5, selection_bias=True,
 )  # fmt: skip
+# As wide as blocks of FP8; a few tokens leave some experts without rows.
+BLOCKS = ModelSpec(
+    name="blocks", source="test", num_layers=1, hidden_size=256, num_experts=16, top_k=4, ffn_hidden_size=128,
+    shared_ffn_hidden_size=128, normalize=True,
+)  # fmt: skip
 # One expert a rank where there are four.
 FOUR_EXPERTS = ModelSpec(
     name="four-experts", source="test", num_layers=1, hidden_size=64, num_experts=4, top_k=2, ffn_hidden_size=48,
     normalize=True,
 )  # fmt: skip
-MADE_UP = {model.name: model for model in (SIGMOID_MODEL, ROOT_MODEL, FOUR_EXPERTS)}
+MADE_UP = {model.name: model for model in (SIGMOID_MODEL, ROOT_MODEL, BLOCKS, FOUR_EXPERTS)}
 PERMUTED = [LayerBackend("sequential"), LayerBackend("grouped")]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -234,9 +240,12 @@ def run_layer(layer: MoELayer, hidden_TD: Tensor, scores_TE: Tensor | None = Non
     return output_T1D[:, 0], Routing(map_TE=map_TE, weights_TE=weights_TE)
 
 
-def assert_right(reference: DenseReference, output_TD: Tensor, routing: Routing, what: object) -> None:
+def assert_right(
+    reference: DenseReference, output_TD: Tensor, routing: Routing, what: object, dtype: str | None = None
+) -> None:
     """An output is the weighted sum of what all experts make of each token."""
-    error, allowed = reference.worst_error(output_TD, routing.weights_TE), TOLERANCE[output_TD.dtype]
+    error = reference.worst_error(output_TD, routing.weights_TE)
+    allowed = TOLERANCE[dtype or str(output_TD.dtype).removeprefix("torch.")]
     assert error <= allowed, f"{what}: {error:.3g} exceeds {allowed:.3g}"
 
 
@@ -400,6 +409,67 @@ def all_that_the_host_waits_for_its_device_is_clocked(lab: Lab) -> None:
             lab.route(layers, spec, hidden_TD, scores_TE)
         assert not unseen, f"{spec}: {unseen}"
         assert clock.blocked_us > before_us, f"{spec}: no layer of the all-to-all is without"
+
+
+@law(1, 2)
+def experts_alone_run_in_fp8_whatever_a_policy_chooses(lab: Lab) -> None:
+    """With Megatron-Core's own dispatcher, ragged counts and experts without rows, on experts that stand in."""
+    hidden_TD, scores_TE = lab.tokens("blocks", 40)
+    hidden_TD = hidden_TD.bfloat16()
+    reference, counts = lab.reference("blocks", hidden_TD), []
+    with stand_ins():
+        layers = lab.new_stack("blocks", torch.bfloat16, LayerBackend("sequential", fp8=True)).forms[None]
+        for spec in (None, *(POLICIES[i] for i in (0, 1, 4, 5))):
+            output_TD, routing = lab.route(layers, spec, hidden_TD, scores_TE)
+            assert_right(reference, output_TD, routing, spec, "fp8_block")
+            if spec is None:
+                error = reference.worst_error(output_TD, routing.weights_TE)
+                assert len(hidden_TD) == 0 or error > TOLERANCE["bfloat16"], error
+            counts.extend(routing.map_TE.sum(dim=0).tolist())
+    assert BlockExperts.ran_in_fp8 == [True] * 5
+    assert not BlockExperts.is_in_fp8
+    assert 0 in counts
+
+
+def te_backends() -> list[LayerBackend]:
+    """Transformer Engine's experts in bfloat16, and in FP8 where this GPU has it."""
+    return [LayerBackend("te"), *([] if fp8_lacks() else [LayerBackend("te", fp8=True)])]
+
+
+@law(with_te=True)
+def experts_of_transformer_engine_compute_what_all_experts_would(lab: Lab) -> None:
+    """Of ragged counts, with experts and whole batches without rows."""
+    for layer_backend, num_tokens in itertools.product(te_backends(), (0, 7, 150)):
+        hidden_TD, scores_TE = (whole[:num_tokens] for whole in lab.tokens("blocks", 150))
+        hidden_TD = hidden_TD.bfloat16()
+        layers, reference = lab.layers("blocks", torch.bfloat16, layer_backend), lab.reference("blocks", hidden_TD)
+        dtype, counts = "fp8_block" if layer_backend.fp8 else "bfloat16", []
+        for spec in (None, *(POLICIES[i] for i in (0, 1, 4, 5))):
+            output_TD, routing = lab.route(layers, spec, hidden_TD, scores_TE)
+            assert_right(reference, output_TD, routing, f"{layer_backend} {num_tokens} tokens, {spec}", dtype)
+            counts.extend(routing.map_TE.sum(dim=0).tolist())
+        assert 0 in counts
+        assert not num_tokens or any(count % 16 for count in counts)
+
+
+@law(with_te=True)
+def native_in_fp8_is_megatrons_own_layer_under_its_own_context(lab: Lab) -> None:
+    """Router, dispatcher and experts; ours are wrapped and filled in another way."""
+    for layer_backend in te_backends():
+        native = lab.layers("blocks", torch.bfloat16, layer_backend).native
+        config = native.config
+        own = MoELayer(config, megatron._submodules(16, use_te=True), layer_number=1, pg_collection=lab.groups)
+        own.set_layer_number(1)
+        own = own.to(lab.ranks.device).eval()
+        own.shared_experts = native.shared_experts
+        own.router.weight.copy_(native.router.weight)
+        for ours, theirs in zip(native.experts.parameters(), own.experts.parameters(), strict=True):
+            theirs.copy_(ours)
+        hidden_TD = lab.tokens("blocks", 150)[0].bfloat16()
+        ours_TD = run_layer(native, hidden_TD)[0]
+        with megatron.get_fp8_context(config):
+            theirs_TD = own(hidden_TD.unsqueeze(1))[0][:, 0]
+        assert torch.equal(ours_TD, theirs_TD), layer_backend
 
 
 class Choice(Policy):

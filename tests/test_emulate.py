@@ -223,14 +223,16 @@ def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
     model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(planned_dtype="fp8", dispatch_dtype=None)
     experiment = SimpleNamespace(layer=layer)
     comparison = SimpleNamespace(links=links, model=model, device=None, sent_for=None, experiment=experiment)
+    comparison.device = Device.named("h100-sxm")
     dispatch_us, combine_us = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
     # Four rows of 256 bytes with a weight of 4 each; results are of two bytes a value.
     np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 256) + links.intra.time_us(4 * 4)] * 2)
     np.testing.assert_allclose(combine_us, [links.intra.time_us(4 * 512)] * 2)
-    # Transformer Engine casts rows behind the dispatch.
-    comparison.device = Device.named("h100-sxm-te")
-    dispatch_us, _ = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
-    np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 512) + links.intra.time_us(4 * 4)] * 2)
+    # Transformer Engine casts rows behind the dispatch, and so do layers that run here.
+    for device in (Device.named("h100-sxm-te"), None):
+        comparison.device = device
+        dispatch_us, _ = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
+        np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 512) + links.intra.time_us(4 * 4)] * 2)
 
 
 def test_solving_counts_where_every_rank_solves_a_batch(modelled: Path) -> None:

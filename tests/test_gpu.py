@@ -14,12 +14,15 @@ import torch
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.errors import CASES_FAILED, OK
+from moe_ep_bench.layer.backend import fp8_lacks
 from moe_ep_bench.layer.components import expert_major_pairs, rank_major_index, sum_per_token
+from moe_ep_bench.layer.experts import TOLERANCE
 from moe_ep_bench.schema import HOST, HOST_BUSY, LAYER_PHASES, SM_CLOCK, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.timer import CudaClock, PhaseRecorder, timed
 
 pytestmark = pytest.mark.gpu
+WITH_TE = pytest.mark.skipif(not laws.HAS_TE, reason="needs Transformer Engine")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL between them")
 
 
@@ -30,7 +33,14 @@ def device() -> torch.device:
 
 
 @pytest.mark.xdist_group("laws")  # One job runs them all, and each worker would start its own.
-@pytest.mark.parametrize("name", [name for name, one in laws.laws_of("layer").items() if one.on_one])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[WITH_TE] if one.with_te else [])
+        for name, one in laws.laws_of("layer").items()
+        if one.on_one
+    ],
+)
 def test_law_on_one_nccl_rank(name: str) -> None:
     laws.check("layer", 1, name)
 
@@ -117,6 +127,25 @@ def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
     assert json.loads((finished / "run.json").read_text())["comparisons"].popitem()[1]["backend"] == "nccl"
     routing = pd.concat(pd.read_parquet(path) for path in (finished / "routing").glob("*.parquet"))
     assert routing[routing.batch == 0].reference_error.max() < 0.02
+
+
+@WITH_TE
+@pytest.mark.skipif(bool(fp8_lacks()), reason="needs a GPU of Hopper's and CUDA 12.9")
+def test_a_run_in_fp8_is_right_within_its_own_tolerance(tmp_path: Path) -> None:
+    policies = [
+        {"name": "topk"},
+        {"name": "token_drop", "capacity_factor": 0.5},
+        {"name": "expanded_drop", "capacity_factor": 1.5},
+    ]
+    layer = {"layer__dtype": "fp8_block", "model__preset": "olmoe-1b-7b", "model__scale": 0.25}
+    done = launch(write_config(tmp_path, policies=policies, **layer), "--out", tmp_path / "out", nproc=1)
+    assert done.returncode == OK, done.stderr
+    assert {status for status, _ in statuses(tmp_path / "out").values()} == {"ok"}
+    (facts,) = json.loads((tmp_path / "out" / "run.json").read_text())["comparisons"].values()
+    assert (facts["dtype"], facts["experts"]["ran"]) == ("fp8_block", "te")
+    routing = pd.concat(pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet"))
+    errors = routing[routing.batch == 0].reference_error
+    assert TOLERANCE["bfloat16"] < errors.max() <= TOLERANCE["fp8_block"], "more than bfloat16's: it ran in FP8"
 
 
 def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:

@@ -94,6 +94,16 @@ def test_fused_permutations_are_megatrons_own_whatever_computes_the_experts(
     assert config.moe_grouped_gemm == (chosen.experts == "te")
 
 
+def test_megatrons_fused_activation_takes_no_rows_too() -> None:
+    """A rank without tokens has shared experts all the same; Transformer Engine's experts go with that activation."""
+    gate_up_T1F = torch.randn(3, 1, 8)
+    gate_T1F, up_T1F = gate_up_T1F.chunk(2, dim=-1)
+    how = None, False
+    activated_T1F = megatron.mlp.bias_swiglu_impl(gate_up_T1F, *how)
+    torch.testing.assert_close(activated_T1F, torch.nn.functional.silu(gate_T1F) * up_T1F)
+    assert megatron.mlp.bias_swiglu_impl(gate_up_T1F[:0], *how).shape == (0, 1, 4)
+
+
 # ---- The router ------------------------------------------------------------------------------------------------------
 
 

@@ -217,9 +217,9 @@ def test_a_power_cap_is_told_with_the_clocks_of_the_slowest_gpu(name: str) -> No
 
 # One GPU as ``query_gpus`` gives it.
 H100 = {
-    "index": 0, "driver": "570.86.15", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0", "memory_mib": 81559.0,
-    "memory_free_mib": 81077.0, "sm_clock_mhz": 345, "sm_clock_limit_mhz": 1980,
-    "power_limit_w": 700.0, "power_default_w": 700.0, "mig": "Disabled",
+    "index": 0, "driver": "570.86.15", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0",
+    "compute_capability": [9, 0], "memory_mib": 81559.0, "memory_free_mib": 81077.0, "sm_clock_mhz": 345,
+    "sm_clock_limit_mhz": 1980, "power_limit_w": 700.0, "power_default_w": 700.0, "mig": "Disabled",
 }  # fmt: skip
 ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlInit": lambda: None,
@@ -228,6 +228,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetHandleByIndex": lambda index: "handle",
     "nvmlDeviceGetName": lambda gpu: "NVIDIA H100 80GB HBM3",
     "nvmlDeviceGetUUID": lambda gpu: "GPU-0",
+    "nvmlDeviceGetCudaComputeCapability": lambda gpu: (9, 0),
     "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=81559 * 2**20, free=81077 * 2**20),
     "nvmlDeviceGetClockInfo": lambda gpu, clock: {pynvml.NVML_CLOCK_SM: 345}[clock],
     "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,

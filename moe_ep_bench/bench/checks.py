@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.config import MEASURED, TWO_BATCH, Experiment, SyntheticConfig
-from moe_ep_bench.cost_model.devices import RUN_DTYPES
+from moe_ep_bench.cost_model.devices import FP8_BLOCK, RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine.provenance import version_of
@@ -47,7 +47,9 @@ def check_experiment(experiment: Experiment, backend: str, world_size: int) -> N
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
     allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device"
     refuse(runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype)
-    sent = "null with real ranks, which send the layer's dtype"
+    if runs_here and layer.dtype == "fp8_block":
+        _check_fp8(model, experiment.scope)
+    sent = "null with real ranks, which send hidden states as they are"
     refuse(backend == RANKS and layer.dispatch_dtype, "layer.dispatch_dtype", sent, layer.dispatch_dtype)
     gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
     refuse(runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}")
@@ -64,6 +66,16 @@ def check_experiment(experiment: Experiment, backend: str, world_size: int) -> N
     if experiment.scope == "model":
         check_whole_model(model, experiment)
         _check_whole_batches(experiment)
+
+
+def _check_fp8(model: ModelSpec, scope: str) -> None:
+    """What no layer in blocks of FP8 can be built of."""
+    rest = "float32 or bfloat16 with scope model, whose attention and dense layers have no FP8 here"
+    refuse(scope == "model", "layer.dtype", rest, "fp8_block")
+    sizes = model.hidden_size, model.ffn_hidden_size
+    whole = f"float32 or bfloat16 where hidden and FFN size are no multiples of {FP8_BLOCK}, the blocks of FP8"
+    cut = any(size % FP8_BLOCK for size in sizes)
+    refuse(cut, "layer.dtype", whole, f"fp8_block, and sizes {sizes[0]} and {sizes[1]} of {model.name}")
 
 
 def _check_emulated(experiment: Experiment) -> None:

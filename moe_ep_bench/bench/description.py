@@ -273,6 +273,17 @@ def fit_of(comparison: Point) -> Fit | None:
 
 
 def held_here(comparison: Point) -> dict[str, int]:
-    """Bytes on a rank, roughly, of the layer or the layers that are built here, by the names of ``Fit``."""
+    """Bytes on a rank, roughly, of the layer or the layers that are built here, by the names of ``Fit``.
+
+    Transformer Engine keeps experts' weights in FP8 beside those in bfloat16, which a server would drop.
+    """
     built = 0 if comparison.scope == "layer" else comparison.experiment.whole.num_layers
-    return served(comparison.experiment).footprint(comparison.world_size, comparison.ep_size, built)
+    model = served(comparison.experiment)
+    if comparison.layer_backend.fp8:
+        rounded = PRECISIONS["fp8_block"]
+        model = model._replace(
+            expert_value_bytes=model.value_bytes + rounded.weight_bytes,
+            linear_value_bytes=None,
+            rounded_value_bytes=rounded.sent_bytes,
+        )
+    return model.footprint(comparison.world_size, comparison.ep_size, built)

@@ -78,7 +78,7 @@ def exchange_us(point: Point, rows_RR: NDArray[np.int64]) -> tuple[NDArray[np.fl
     links, device, dtype = point.links, point.device, point.experiment.layer.planned_dtype
     assert links is not None
     sent_as, width = point.experiment.layer.dispatch_dtype, point.model.expert_hidden_size
-    precision = PRECISIONS[dtype].sent(sent_as) if device is None else device.precision(dtype, sent_as)
+    precision = PRECISIONS[dtype].cast_late.sent(sent_as) if device is None else device.precision(dtype, sent_as)
     dispatch_us, weights_us, combine_us = (
         links.all_to_all_us(sent_RR * num_bytes)
         for sent_RR, num_bytes in (

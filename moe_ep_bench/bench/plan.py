@@ -200,9 +200,8 @@ def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | No
     asked, emulate, model = experiment.layer, experiment.emulate, experiment.model.spec()
     assert emulate.links is not None
     device, dtype = None, asked.planned_dtype
-    if emulate.device != MEASURED:
-        with naming("emulate.device"):
-            dtype = "bfloat16" if load_device(emulate.device).casts_late else dtype
+    with naming("emulate.device"):  # A layer that runs casts behind the dispatch.
+        dtype = "bfloat16" if emulate.device == MEASURED or load_device(emulate.device).casts_late else dtype
     with naming("emulate.links"):
         of_layer = model, ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
         links = load_links_of_layer(emulate.links, *of_layer, decodes=experiment.decodes)
@@ -231,7 +230,8 @@ def _layer_backend(
         return LayerBackend("none")
     if device is None:
         asked = experiment.layer
-        return LayerBackend.choose(asked.experts, asked.permute, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        how = {"cuda_graph": asked.cuda_graph, "fp8": asked.dtype == "fp8_block"}
+        return LayerBackend.choose(asked.experts, asked.permute, **how, on_cpu=on_cpu)
     experts, why = device.experts_ran
     exchange = None if links is None or links.exchange is None else links.exchange.copies
     permute = "none" if exchange == "pair" else {"unfused": "indexed"}.get(device.permute, device.permute)

@@ -70,6 +70,7 @@ class RealRanks(LayerRunner):
         self.job, self.point, self.device = job, point, job.ranks.device
         layer, self.settings = point.experiment.layer, point.experiment.measure
         self.seed, self.dtype, self.num_batches = layer.seed, DTYPES[layer.planned_dtype], point.workload.num_batches
+        self.tolerance = TOLERANCE[layer.planned_dtype]
         self.ceilings = measure_ceilings(self.device, self.dtype)
         free_memory(self.device)  # over 2 GiB on a GPU
         self.meet = Rendezvous(groups.ep, self.device)
@@ -266,7 +267,7 @@ class RealRanks(LayerRunner):
         """See ``inspection.look_replayed``; a replay that differs is the case's problem."""
         assert self.captured is not None
         run, rows_N = self.captured[case.case_id, batch, False], self._checked_rows(batch)
-        seen, differs = look_replayed(run, eager, rows_N, TOLERANCE[self.dtype])
+        seen, differs = look_replayed(run, eager, rows_N, self.tolerance)
         if differs:
             case.problem = case.problem or f"failed: replayed from a CUDA graph, on batch {batch} {differs}"
         return seen
@@ -303,7 +304,6 @@ class RealRanks(LayerRunner):
 
     def drop_failing(self, when: str) -> None:
         """Record cases that are wrong on any rank as not measured, and go on without them; ranks agree on it."""
-        tolerance = TOLERANCE[self.dtype]
         found_R = self.job.ranks.all_gather([(case.problem, case.error) for case in self.cases])
         for case, of_ranks in zip(list(self.cases), zip(*found_R, strict=True), strict=True):
             problem_R, error_R = zip(*of_ranks, strict=True)
@@ -311,8 +311,9 @@ class RealRanks(LayerRunner):
                 rank, reason = next((rank, problem) for rank, problem in enumerate(problem_R) if problem)
                 status, words = split_reason(reason)
                 self._drop(case, status, f"{when}: rank {rank}: {words}")
-            elif not all(error <= tolerance for error in error_R):  # NaN too
-                what = f"output differs from the dense reference by {np.max(error_R):.2g}, allowed is {tolerance:g}"
+            elif not all(error <= self.tolerance for error in error_R):  # NaN too
+                allowed = f"allowed is {self.tolerance:g}"
+                what = f"output differs from the dense reference by {np.max(error_R):.2g}, {allowed}"
                 self._drop(case, "failed", f"{when}: {what}")
 
     def _drop(self, case: Case, status: str, reason: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 
 import numpy as np
@@ -88,7 +89,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
 
     def _reference_problem(self, case: Case) -> str:
         """Where a case's output differs from the reference, in words; empty if in no layer."""
-        allowed = TOLERANCE[torch.float32]
+        allowed = TOLERANCE["float32"]
         for layer in self.point.workloads:
             error = self.errors[case.case_id, layer] = self.small.error(case.spec, layer)
             if not error <= allowed:  # NaN too
@@ -179,14 +180,15 @@ def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:
 
 
 class SmallLayers:
-    """A point's layer at a small hidden size, with values that real ranks would compute."""
+    """A point's layer at a small hidden size, in float32, with values that real ranks would compute."""
 
     def __init__(self, point: Point, device: torch.device) -> None:
         self._device, self._seed, self._num_ranks = device, point.experiment.layer.seed, point.ep_size
         self._router = Router(point, device, few=_CHECKED_TOKENS)
         self._model = point.model.scaled(min(1.0, _CHECKED_WIDTH / point.model.hidden_size))
         self._input = cache(self._make_input)
-        build = partial(Stack, self._model, torch.float32, device, seed=self._seed, layer_backend=point.layer_backend)
+        layer_backend = replace(point.layer_backend, fp8=False)
+        build = partial(Stack, self._model, torch.float32, device, seed=self._seed, layer_backend=layer_backend)
         self._virtual = VirtualStack(build, point.ep_size)
 
     def error(self, case: CaseSpec, layer: int | None) -> float:

@@ -318,9 +318,10 @@ class RecordedConfig(_Workload):
 
 class LayerConfig(Strict):
     dtype: Dtype | None = None
-    """Dtype of weights and activations; null = the checkpoint's if modelled, else bfloat16."""
+    """Null = the checkpoint's if modelled, else bfloat16. Layers run in float32, bfloat16, ``fp8_block`` (``te``,
+    Hopper)."""
     dispatch_dtype: SentDtype | None = None
-    """Dtype of the rows that ``emulate`` dispatches; null = layer.dtype."""
+    """Dtype of rows that ``emulate`` dispatches; null = layer.dtype."""
     ep_size: int | None = Field(default=None, ge=1, le=MOST)
     """Expert-parallel ranks; null = all."""
     seed: int = Field(default=0, ge=0, le=MOST_SEED)

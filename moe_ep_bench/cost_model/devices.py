@@ -49,6 +49,11 @@ class Precision:
         """The same with hidden states sent as ``layer.dispatch_dtype``; None = as they are."""
         return self if dispatch_dtype is None else replace(self, sent_bytes=SENT_BYTES[dispatch_dtype])
 
+    @property
+    def cast_late(self) -> Precision:
+        """The same with hidden states sent before they are cast, as layers that run do."""
+        return replace(self, sent_bytes=self.hidden_bytes)
+
 
 # Of ``layer.dtype``. Blocks of 128 values (fp8_block) or 128 x 128 weights share a float32 scale, of 32 (mxfp4, mxfp8)
 # or 16 (nvfp4) a byte, of 128 (int4) two bytes. Kernels with 16-bit activations (w4a16, int4) send those.
@@ -70,8 +75,11 @@ SentDtype = Literal["bfloat16", "fp8", "nvfp4"]
 SENT_BYTES: dict[SentDtype, float] = {"bfloat16": 2.0, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
 # Of these the linear layers beside routed experts may be too (``ModelSpec.quantized``).
 FP8 = ("fp8", "fp8_block")
-# What layers that run here have; others are of tables alone.
-RUN_DTYPES = ("float32", "bfloat16")
+# Values of a row, and rows of weights, that share a scale in fp8_block.
+FP8_BLOCK = 128
+# What every roofline has, and what layers that run here have; others are of tables alone.
+ROOFLINE_DTYPES = ("float32", "bfloat16")
+RUN_DTYPES = (*ROOFLINE_DTYPES, "fp8_block")
 
 # Policies whose kernels take longer than Token Drop's: least microseconds, picoseconds a score and picoseconds a token,
 # measured on an H200 (results/reference/h200.md). LASER's rule goes token by token.
@@ -122,7 +130,7 @@ class Device(Preset):
     routing_policy_basis: Basis
     experts_as: Literal["grouped", "te"] = "grouped"
     """Whose kernels compute experts (see the module)."""
-    dtypes: tuple[Dtype, ...] = RUN_DTYPES
+    dtypes: tuple[Dtype, ...] = ROOFLINE_DTYPES
     """``layer.dtype`` that the roofline's figures are of; tables have their own."""
     speeds: dict[Dtype, PositiveFloat] = Field(default={})
     """How much faster than in bfloat16 GEMMs of a dtype are; of others as the data sheet has it (``PRECISIONS``)."""
@@ -175,7 +183,7 @@ class Device(Preset):
     def precision(self, dtype: Dtype, dispatch_dtype: SentDtype | None = None) -> Precision:
         """What values of ``layer.dtype`` take here, and of ``layer.dispatch_dtype`` on their way."""
         found = replace(PRECISIONS[dtype], speed=self.speeds.get(dtype, PRECISIONS[dtype].speed))
-        return (replace(found, sent_bytes=found.hidden_bytes) if self.casts_late else found).sent(dispatch_dtype)
+        return (found.cast_late if self.casts_late else found).sent(dispatch_dtype)
 
     @property
     def reached_tbps(self) -> float:

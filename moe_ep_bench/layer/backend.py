@@ -6,6 +6,10 @@
 ``sequential``  Megatron-Core's own: one expert after the other (``SequentialMLP``), and its permutations
 ``te``          Megatron-Core's with Transformer Engine: ``TEGroupedMLP``, fused permutations, native's top-k fused
 
+With ``layer.dtype: fp8_block`` the GEMMs of ``te`` experts are in blocks of FP8: E4M3, with a scale for 1 x 128 values
+and one for 128 x 128 weights. Megatron-Core's own context asks for it, and its experts pad each expert's rows to a
+multiple of 16. All else is as in bfloat16: rows are sent before they are rounded.
+
 All but ``decode`` send each pair to its expert's rank, and wait for the host to learn how many there are. ``auto`` is
 ``decode`` in a CUDA graph, else ``te`` on a GPU with Transformer Engine, else ``grouped``. Permutations follow experts,
 unless ``fused`` or ``unfused`` ones are asked for by name.
@@ -17,11 +21,14 @@ from dataclasses import dataclass
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import triton_lacks
-from moe_ep_bench.machine.provenance import version_of
+from moe_ep_bench.machine.provenance import compute_capabilities, version_of
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.policies.lazy import torch
 
 # From this version on Megatron-Core takes Transformer Engine's fused top-k (its permutations from 2.1 on).
 LEAST_TE = (2, 7)
+# Below it Transformer Engine has no GEMMs in blocks of FP8.
+_LEAST_FP8_CUDA = (12, 9)
 _PERMUTATIONS = {"decode": "none", "sequential": "megatron", "te": "fused"}
 
 
@@ -36,6 +43,8 @@ class LayerBackend:
     """Why these experts; empty where they were asked for by name."""
     permutation: str = ""
     """In place of the one that goes with these experts; empty = that one."""
+    fp8: bool = False
+    """Experts multiply in blocks of FP8."""
 
     @property
     def permute(self) -> str:
@@ -52,11 +61,14 @@ class LayerBackend:
         return self.experts == "te" and model.score_function != "sqrtsoftplus"
 
     @staticmethod
-    def choose(experts: str, permute: str = "auto", *, cuda_graph: bool = False, on_cpu: bool) -> LayerBackend:
+    def choose(
+        experts: str, permute: str = "auto", *, cuda_graph: bool = False, fp8: bool = False, on_cpu: bool
+    ) -> LayerBackend:
         """Decide ``auto`` for this machine.
 
         Args:
             permute: ``fused`` by Transformer Engine, ``unfused``, or ``auto``.
+            fp8: ``layer.dtype`` is ``fp8_block``.
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
@@ -70,6 +82,8 @@ class LayerBackend:
             needed = "layer.experts decode, for others wait for the host"
             raise UserError(f"layer.cuda_graph: true needs {needed}; got {experts}")
         got = "" if on_cpu else f", got {version or 'none'}"
+        if fp8:
+            _check_fp8(experts, f"{lacking}{got}" if lacking else fp8_lacks(), cuda_graph=cuda_graph)
         if experts == "te" and lacking:
             raise UserError(f"layer.experts: te needs {lacking}{got}; expected auto, grouped or sequential")
         if permute != "auto" and (experts == "decode" or cuda_graph):
@@ -84,7 +98,32 @@ class LayerBackend:
             return LayerBackend("decode", cuda_graph=True, experts_why=why)
         ran = experts if experts != "auto" else "grouped" if lacking else "te"
         own = "indexed" if permute == "unfused" and ran == "te" else ""
-        return LayerBackend(ran, permutation="fused" if permute == "fused" else own)
+        return LayerBackend(ran, permutation="fused" if permute == "fused" else own, fp8=fp8)
+
+
+def fp8_lacks() -> str:
+    """What this machine's GPUs or torch lack for GEMMs in blocks of FP8; empty where they have all.
+
+    On a later GPU than Hopper's Transformer Engine computes these as MXFP8, which is another dtype.
+    """
+    for capability in compute_capabilities():
+        if capability[0] != 9:
+            return f"a GPU of compute capability 9.0 (H100, H200, H20), got {'.'.join(map(str, capability))}"
+    cuda = torch.version.cuda
+    if cuda is None or tuple(map(int, cuda.split("."))) < _LEAST_FP8_CUDA:
+        return f"a torch for CUDA {'.'.join(map(str, _LEAST_FP8_CUDA))} or later, got {cuda or 'none'}"
+    return ""
+
+
+def _check_fp8(experts: str, lacking: str, *, cuda_graph: bool) -> None:
+    """Refuse ``layer.dtype: fp8_block`` where no experts compute in it; ``lacking`` says what is missing here."""
+    key, others = "layer.dtype: fp8_block", "expected bfloat16 or float32, or a modelled device (emulate.device)"
+    if lacking:
+        raise UserError(f"{key} needs {lacking}; {others}")
+    if cuda_graph:
+        raise UserError(f"{key} needs layer.cuda_graph false, for experts in FP8 wait for the host; got true")
+    if experts not in ("auto", "te"):
+        raise UserError(f"{key} needs layer.experts auto or te, for no others compute in FP8; got {experts}")
 
 
 DEFAULT_BACKEND = LayerBackend()

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core
     from megatron.core import parallel_state
+    from megatron.core.fp8_utils import get_fp8_context
     from megatron.core.inference.contexts.static_context import StaticInferenceContext as StaticInferenceContext
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import GPTModel
@@ -35,7 +36,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
-    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer import mlp, multi_latent_attention
     from megatron.core.transformer.moe import moe_layer, moe_utils
     from megatron.core.transformer.moe import token_dispatcher as token_dispatcher
     from megatron.core.transformer.moe.router import TopKRouter as TopKRouter
@@ -61,6 +62,7 @@ for message in (
     "full scope is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "fp8_autocast is deprecated",
 ):
     warnings.filterwarnings("ignore", message=message)
 
@@ -101,6 +103,18 @@ def rotate_packed_prompts(
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_packed_prompts
+
+_fused_swiglu = mlp.bias_swiglu_impl
+
+
+def swiglu_of_any_rows(gate_up_T1F: Tensor, *others: Any) -> Tensor:
+    """Megatron-Core's fused activation, of shared experts; of no rows too, whose shape it cannot tell at its end."""
+    if gate_up_T1F.numel() == 0:
+        return gate_up_T1F.chunk(2, dim=-1)[0]
+    return _fused_swiglu(gate_up_T1F, *others)
+
+
+mlp.bias_swiglu_impl = swiglu_of_any_rows
 
 
 def megatron_config(
@@ -150,6 +164,8 @@ def megatron_config(
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
     }
+    if layer_backend.fp8:
+        fields |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if num_layers is None:
         return TransformerConfig(num_layers=1, num_attention_heads=1, **fields)
     attention = model.attention
@@ -226,6 +242,20 @@ def moe_submodules(num_experts: int, router: Any, experts: Any) -> moe_layer.MoE
 def expert_submodule(num_experts: int, *, use_te: bool) -> Any:
     """Megatron-Core's own experts: ``TEGroupedMLP`` with Transformer Engine, else ``SequentialMLP``."""
     return _submodules(num_experts, use_te=use_te).experts
+
+
+def multiply_in_fp8(experts: Any) -> None:
+    """Have ``TEGroupedMLP`` run as its config's FP8 recipe says: in Megatron-Core the block of layers around it does.
+
+    Transformer Engine rounds the weights in the first run and keeps them beside the others: fill these before.
+    """
+    run = experts.forward
+
+    def forward(*inputs: Any) -> Any:
+        with get_fp8_context(experts.config):
+            return run(*inputs)
+
+    experts.forward = forward
 
 
 def _submodules(num_experts: int, *, use_te: bool) -> moe_layer.MoESubmodules:

@@ -32,6 +32,7 @@ from moe_ep_bench.layer.megatron import (
     decoder_spec,
     megatron_config,
     moe_submodules,
+    multiply_in_fp8,
 )
 from moe_ep_bench.layer.passes import SdpaAttention
 from moe_ep_bench.layer.phases import instrumented, instrumented_model
@@ -171,6 +172,8 @@ class Stack:
         topk = make_policy({"name": "topk"})
         router = partial(PolicyRouter, policy=topk, context=context, ep_group=self.ep_group)
         policy = self._new_layer(router)
+        if layer_backend.fp8:
+            multiply_in_fp8(native.experts)
         policy.experts, policy.shared_experts = native.experts, native.shared_experts
         policy.router.weight = native.router.weight
         for moe in (native, policy):

@@ -46,6 +46,7 @@ _COMPARED_ON_GPUS = ("nccl", "triton", "deep_ep")
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
     "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
+    "compute_capability": lambda gpu: list(pynvml.nvmlDeviceGetCudaComputeCapability(gpu)),
     "memory_mib": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) / 2**20,
     "memory_free_mib": lambda gpu: int(pynvml.nvmlDeviceGetMemoryInfo(gpu).free) / 2**20,
     "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
@@ -185,6 +186,13 @@ def query_gpus() -> list[dict[str, Any]]:
                 row[name] = None
         gpus.append(row)
     return gpus
+
+
+def compute_capabilities() -> list[tuple[int, int]]:
+    """Major and minor of each kind of GPU of this node, which the driver is asked for: no process takes a GPU by it."""
+    with contextlib.suppress(pynvml.NVMLError):
+        return sorted({tuple(gpu["compute_capability"]) for gpu in query_gpus() if gpu["compute_capability"]})
+    return []
 
 
 def describe_gpus() -> dict[str, Any]:

@@ -59,6 +59,7 @@ class Served(NamedTuple):
         dtype: of weights and activations.
         value_bytes: of a weight, and of a cached value; ``expert_value_bytes`` of an expert's weight, scales included;
             ``linear_value_bytes`` of other linear layers' (``ModelSpec.quantized``).
+        rounded_value_bytes: of a value of rows that experts pad and round themselves; None = they do neither.
         total_tokens: tokens of a batch, by the number of ranks.
         request_tokens: of a batch; None = whole prompts.
         context_length: tokens of each request that came before the batch.
@@ -74,6 +75,7 @@ class Served(NamedTuple):
     context_length: int
     rank_load: Callable[[int], float | None]
     linear_value_bytes: float | None = None
+    rounded_value_bytes: float | None = None
 
     def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
         """Bytes on each of ``num_ranks`` ranks, by the names of ``Fit``.
@@ -86,7 +88,10 @@ class Served(NamedTuple):
         tokens = -(-self.total_tokens(num_ranks) // num_ranks)
         # Pairs of the fullest rank: permuted twice, and inside the FFN.
         pairs = int(tokens * model.top_k * min(self.rank_load(ep_size) or USUAL_LOAD, ep_size))
-        rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
+        width, ffn_size = model.expert_hidden_size, model.ffn_hidden_size
+        row_bytes = pairs * (4 * width + model.expert_matrices * ffn_size) * self.value_bytes
+        if self.rounded_value_bytes is not None:  # Rows of either GEMM; inputs and outputs once more with padding.
+            row_bytes += round(pairs * ((width + ffn_size) * self.rounded_value_bytes + 2 * width * self.value_bytes))
         if num_layers == 0:
             num_moe, cached = 1, 0
             linear = model.expert_matrices * model.hidden_size * model.shared_ffn_hidden_size
@@ -105,7 +110,7 @@ class Served(NamedTuple):
             ),
             "other_weight_bytes": (others - linear) * self.value_bytes + round(linear * linear_bytes),
             "cache_bytes": cached * self.value_bytes,
-            "row_bytes": rows * self.value_bytes,
+            "row_bytes": row_bytes,
         }
 
     def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:

@@ -105,7 +105,7 @@ def test_each_layer_is_planned_with_its_share_of_the_budget(config: Path) -> Non
     counts = [[Router(point, CPU).native_counts(batch).sum(axis=0) for batch in known] for point in points]
     load_LBE = np.array(counts, dtype=float)
     for point, load_BE in zip(points, load_LBE, strict=True):
-        assert [point.workload.loads(batch)[point.layer].tolist() for batch in known] == load_BE.tolist()
+        assert point.workload.loads([point.layer], known).tolist() == [load_BE.tolist()]
     spare_L = spread_over_layers(curves(load_LBE, "eplb", 3), 3)
     assert 0 in spare_L
     for point, load_BE, spare in zip(points, load_LBE, spare_L, strict=True):

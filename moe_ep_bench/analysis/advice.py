@@ -15,12 +15,14 @@ from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, has_assumed_traffic
-from moe_ep_bench.facts.words import OVERLAP_WORDS, fit_words, peak_words, rest_words, said_once
+from moe_ep_bench.facts.words import OVERLAP_WORDS, assumption_words, fit_words, peak_words, rest_words, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.results import ResultsError, read_document
 
 ADVICE = "advice.json"
+# What stands with the answer, not among what else is assumed.
+ASKED_LAYERS = "asked_layers"
 # Shares are sums of float32.
 DIGITS = 6
 ROUNDING = 10**-DIGITS
@@ -328,7 +330,8 @@ def advice_lines(advice: Advice) -> list[str]:
         lines = _brief_lines(answer) if is_brief else _answer_lines(answer, advice.versus)
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
-    blocks[-1] += f"\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
+    of_layers = [f"\n{assumption_words(one)}." for one in advice.assumptions if one.kind == ASKED_LAYERS]
+    blocks[-1] += f"{''.join(of_layers)}\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
     return blocks
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import (
     ADVICE,
+    ASKED_LAYERS,
     Advice,
     Answer,
     Candidate,
@@ -34,6 +35,7 @@ from moe_ep_bench.analysis.advice import (
     costs_answers,
     growth_words,
     read_advice,
+    read_advices,
     write_advice,
 )
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed
@@ -46,7 +48,15 @@ from moe_ep_bench.analysis.tables import View, table_of
 from moe_ep_bench.analysis.turns import with_turns
 from moe_ep_bench.bench.advise_config import OVERLAP, Bounds, Question
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import NOT_EXECUTED, JsonRecord, PeakLoads, TimedFacts, Workload, has_assumed_traffic
+from moe_ep_bench.facts import (
+    NOT_EXECUTED,
+    Assumption,
+    JsonRecord,
+    PeakLoads,
+    TimedFacts,
+    Workload,
+    has_assumed_traffic,
+)
 from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
 from moe_ep_bench.placement import PLANS
 from moe_ep_bench.timing.statistics import BELOW_MODEL
@@ -99,9 +109,15 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
         ran_on=list(about["ran_on_short"].dropna().unique()),
         links=list(dict.fromkeys(links)),
         modelled=modelled_line(one.facts for one in store.comparisons),
-        assumptions=list(question.assumptions) if question else [],
+        assumptions=list(question.assumptions) if question else _said_of_layers(store),
         notes=list(_notes(store, rows, about, natives)),
     )
+
+
+def _said_of_layers(store: Store) -> list[Assumption]:
+    """Which layers stand for all in results that are only read, as the answer beside them has it."""
+    before = read_advices((one.folder for one in store.directories), [])
+    return [one for advice in before for one in advice.assumptions if one.kind == ASKED_LAYERS]
 
 
 def _assumed_skew(facts: TimedFacts) -> str:
@@ -146,7 +162,8 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     for answer in () if has_assumed_traffic(advice.assumptions) else advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}", advice.versus)] if len(own) else []
-    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, advice.assumptions), *advice.notes))
+    assumed = [one for one in advice.assumptions if one.kind != ASKED_LAYERS]  # which the first lines say
+    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *advice.notes))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
 

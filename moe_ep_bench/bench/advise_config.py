@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from moe_ep_bench.bench.description import fit_of
+from moe_ep_bench.bench.layers import LAYERS, fullest_ranks, stand_ins
 from moe_ep_bench.bench.plan import VIRTUAL, modelling_s, num_by_arrival, plan_experiments
 from moe_ep_bench.bench.point import Point, is_drawn
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
@@ -26,7 +28,7 @@ from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
 from moe_ep_bench.cost_model.tables import PREFIX, load_links, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import Assumption, CountedLayers, Need, has_assumed_traffic
+from moe_ep_bench.facts import AskedLayers, Assumption, CountedLayers, Need, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -164,6 +166,7 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
         draft.add_device(asked)
         left_out = draft.add_candidates(asked, bounds)
         draft.add_batches(asked)
+        draft.choose_layers(asked)
         draft.sample_tokens(asked)
         draft.sweep_overlap(asked)
         comparisons = plan_experiments(draft.where, draft.experiments(), VIRTUAL, on_cpu=True, try_out=False)
@@ -219,6 +222,7 @@ class _Draft:
         raw: values of the config; ``sweep``: lists of values, by swept key.
         assumed: what nobody said, in the order in which it was found.
         is_of_flags: no file holds it.
+        chooses_layers: some stand for all, for nobody names any.
     """
 
     where: Path
@@ -226,6 +230,7 @@ class _Draft:
     sweep: dict[str, Any]
     assumed: list[Assumption]
     is_of_flags: bool
+    chooses_layers: bool = False
 
     def experiments(self, **values: Any) -> list[Experiment]:
         """The config as it stands, some sections replaced."""
@@ -305,6 +310,8 @@ class _Draft:
         """Ask for as many draws and batches as intervals need, in the order of time where they are recorded."""
         workloads = [experiment.workload for experiment in asked]
         num_joined = len({workload.layer for workload in workloads})
+        if self.chooses_layers:
+            num_joined = min(num_joined, LAYERS)
         if "workload.seed" not in self.sweep and any(map(_is_drawn, asked)):
             num_joined, seed = DRAWS, workloads[0].seed
             # First, so that points of one draw, which share its random numbers, follow each other.
@@ -338,6 +345,21 @@ class _Draft:
         else:
             window = min(possible - num_batches, num_batches)
             self.raw["emulate"]["replication"] = [{**one, "window": window} for one in plans]
+
+    def choose_layers(self, asked: Sequence[Experiment]) -> None:
+        """Have some layers stand for all where nobody names them, by their loads in the batches that are asked for."""
+        layers = list(dict.fromkeys(one.workload.layer for one in asked))
+        if not self.chooses_layers or len(layers) <= LAYERS:
+            return
+        firsts = [one for one in self.experiments(policies=_NATIVE) if one.workload.layer == layers[0]]
+        points = plan_experiments(self.where, firsts, VIRTUAL, on_cpu=True, try_out=False)
+        fullest = fullest_ranks(points, layers)
+        chosen = [layers[place] for place in stand_ins(map(fmean, zip(*fullest.values(), strict=True)))]
+        self.sweep["workload.layer"] = chosen
+        self.raw["workload"].pop("layer", None)
+        spread = {ep_size: (min(load_L), median(load_L), max(load_L)) for ep_size, load_L in fullest.items()}
+        found = AskedLayers(asked=chosen, num_layers=len(layers), fullest_rank=spread)
+        self.assumed.append(Assumption(kind="asked_layers", layers=found))
 
     def sample_tokens(self, asked: Sequence[Experiment]) -> None:
         """Have some tokens stand for others where batches are large, by what divides them; of all that is asked alike.
@@ -396,7 +418,7 @@ def _of_flags(options: argparse.Namespace) -> _Draft:
         "sequence_length": 1 if decode else min(PROMPT_LENGTH, max(1, tokens // max(1, options.ep)))
     }
     if options.counts is not None:
-        traffic["layer"] = "all"
+        traffic["layer"] = None
     assumed: list[Assumption] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, decode)
@@ -412,17 +434,21 @@ def _of_flags(options: argparse.Namespace) -> _Draft:
     values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
     override(raw, sweep, [*given, *options.overrides])
-    return _Draft(Path(CONFIG_NAME), raw, sweep, assumed, is_of_flags=True)
+    workload = raw["workload"]
+    if is_open := isinstance(workload, dict) and workload.get("layer", "all") is None:
+        workload["layer"] = "all"
+    is_open &= "workload.layer" not in sweep
+    return _Draft(Path(CONFIG_NAME), raw, sweep, assumed, is_of_flags=True, chooses_layers=is_open)
 
 
 def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[Assumption]]:
-    """The workload of a recording in all its layers, and what is assumed."""
+    """The workload of a recording, of layers that nobody has named yet, and what is assumed."""
     with naming("--trace", " (counts of experts go as --counts FILE)"):
         trace = open_trace(path)
     is_of_decode = trace.stage == "decode"
     found: dict[str, Any] = {
         "kind": "recorded",
-        "layer": "all",
+        "layer": None,
         "arrangement": "decode" if decode or is_of_decode else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }

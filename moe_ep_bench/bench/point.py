@@ -544,7 +544,7 @@ class Point:
         assert isinstance(self.workload, RecordedWorkload)
         key = self.routed_alike, wanted.plan, wanted.spare_budget, self.windows(wanted).known(0)
         if key not in _DIVIDED:
-            load_LBE = np.stack([self.workload.loads(batch) for batch in key[-1]], axis=1).astype(np.float64)
+            load_LBE = self.workload.loads(range(self.workload.traces[0].num_layers), key[-1]).astype(np.float64)
             num_layers, _, num_experts = load_LBE.shape
             budget = int(wanted.spare_budget * num_layers + 1e-9)
             most = min(budget, MOST_OF_MEAN * math.ceil(wanted.spare_budget), num_experts - num_experts // self.ep_size)

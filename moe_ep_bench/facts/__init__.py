@@ -527,6 +527,20 @@ class CaseFacts(JsonRecord):
 Need = Literal["decode", "prefill", "scores", "requests", "ranks"]
 
 
+class AskedLayers(JsonRecord):
+    """Layers that ``advise`` asks in place of all that are recorded or counted, each for equally many.
+
+    Attributes:
+        asked: which.
+        num_layers: all of them.
+        fullest_rank: by EP size native's fullest rank over the mean: the least, median and greatest of all layers.
+    """
+
+    asked: list[NonNegativeInt]
+    num_layers: Count
+    fullest_rank: dict[int, tuple[PositiveFloat, PositiveFloat, PositiveFloat]]
+
+
 class Assumption(JsonRecord):
     """What ``advise`` assumes or leaves out (``words.assumption_words`` says it).
 
@@ -535,6 +549,7 @@ class Assumption(JsonRecord):
             traffics stand in.
         peak_loads: of balanced, typical and hard traffic, where none was given.
         counted: layers of the file that counts experts.
+        layers: those that stand for all.
         num_batches: that plans and those whom they serve need, and that a recording has by arrival; of a draw or layer
             that were asked for, and that are taken in place of them.
         need: what the candidates lack here.
@@ -545,6 +560,7 @@ class Assumption(JsonRecord):
         "no_skew",
         "traffics",
         "counted_layers",
+        "asked_layers",
         "topk_share",
         "decode_as_prompts",
         "tokens_are_requests",
@@ -556,6 +572,7 @@ class Assumption(JsonRecord):
     names: list[str] = []
     peak_loads: tuple[float, ...] = ()
     counted: CountedLayers | None = None
+    layers: AskedLayers | None = None
     num_batches: tuple[int, int] | None = None
     topk_share: float | None = None
     scores_are_assumed: bool = False

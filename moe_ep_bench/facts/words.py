@@ -15,6 +15,7 @@ from moe_ep_bench.errors import in_ranges
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
     PARTLY_ELSEWHERE,
+    AskedLayers,
     Assumption,
     CaseFacts,
     ComparisonFacts,
@@ -446,6 +447,9 @@ def assumption_words(assumed: Assumption) -> str:
     if assumed.kind == "counted_layers":
         assert assumed.counted is not None
         return f"{assumed.counted.file}: {counted_words(assumed.counted)}"
+    if assumed.kind == "asked_layers":
+        assert assumed.layers is not None
+        return _asked_words(assumed.layers)
     if assumed.kind == "topk_share":
         equal = ", equal over the top-k, so that the mass kept only counts pairs" if assumed.scores_are_assumed else ""
         return f"assumed: top-k score mass {assumed.topk_share:g}{equal}"
@@ -466,6 +470,18 @@ def assumption_words(assumed: Assumption) -> str:
         return f"{' and '.join(assumed.names)} modelled: {assumed.reason}"
     assert assumed.need is not None
     return f"left out: {names}: {_LACKING[assumed.need]}"
+
+
+def _asked_words(layers: AskedLayers) -> str:
+    """How many layers stand for all, and how far all differ."""
+    loads = layers.fullest_rank.items()
+    several = len(loads) > 1
+    all_of_them = " and ".join(
+        f"{least:.2f} to {most:.2f} times the mean{several * f' at EP {ep_size}'} (median {median:.2f})"
+        for ep_size, (least, median, most) in loads
+    )
+    which = f"{len(layers.asked)} of {layers.num_layers} layers, chosen by load"
+    return f"{which} (--set workload.layer=all: all); over all layers native's fullest rank has {all_of_them}"
 
 
 def counted_words(counted: CountedLayers) -> str:

@@ -148,17 +148,15 @@ class RecordedWorkload(Workload):
             recorded = ids_TK[token_T].astype(np.int64), scores_TK[token_T]
             yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self.selection)
 
-    def loads(self, index: int) -> NDArray[np.int64]:
-        """Pairs of every expert in every recorded layer of batch ``index``, by the recorded choices: int64 [L, E]."""
-        first_S, length_S = self._spans[index + self.num_history]
-        token_T = np.concatenate([np.arange(length) + first for first, length in zip(first_S, length_S, strict=True)])
-        return np.array([np.bincount(ids_TK[token_T].ravel(), minlength=self.num_experts) for ids_TK in self._ids_L])
-
-    @cached_property
-    def _ids_L(self) -> list[NDArray[np.unsignedinteger]]:  # noqa: N802
-        """Recorded choices of each layer, of all recordings."""
-        layers = range(self.traces[0].num_layers)
-        return [np.concatenate([trace.read_layer(layer)[0] for trace in self.traces]) for layer in layers]
+    def loads(self, layers: Iterable[int], batches: Iterable[int]) -> NDArray[np.int64]:
+        """Pairs of every expert in some recorded layers of some batches, by the recorded choices: int64 [L, B, E]."""
+        spans_B = [zip(*self._spans[index + self.num_history], strict=True) for index in batches]
+        token_BT = [np.concatenate([np.arange(length) + first for first, length in spans]) for spans in spans_B]
+        load_LBE = []
+        for layer in layers:  # one at a time, for all may not fit into memory
+            ids_TK = np.concatenate([trace.read_layer(layer)[0] for trace in self.traces])
+            load_LBE.append([np.bincount(ids_TK[token_T].ravel(), minlength=self.num_experts) for token_T in token_BT])
+        return np.array(load_LBE)
 
     def describe(self) -> dict[str, object]:
         first = self.traces[0]

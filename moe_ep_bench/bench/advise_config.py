@@ -348,7 +348,7 @@ class _Draft:
 
     def choose_layers(self, asked: Sequence[Experiment]) -> None:
         """Have some layers stand for all where nobody names them, by their loads in the batches that are asked for."""
-        layers = list(dict.fromkeys(one.workload.layer for one in asked))
+        layers = list(dict.fromkeys(layer for one in asked if (layer := one.workload.layer) is not None))
         if not self.chooses_layers or len(layers) <= LAYERS:
             return
         firsts = [one for one in self.experiments(policies=_NATIVE) if one.workload.layer == layers[0]]

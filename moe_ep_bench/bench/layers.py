@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench.point import Point
+from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.targets import layer_loads
 
@@ -52,5 +53,7 @@ def _loads(point: Point, layers: Sequence[int]) -> NDArray[np.float64]:
     workload, config = point.workload, point.experiment.workload
     if isinstance(workload, RecordedWorkload):
         return workload.loads(layers, range(workload.num_batches)).astype(np.float64)
+    assert isinstance(config, SyntheticConfig)
+    assert config.skew_from is not None
     moe_layers = point.experiment.model.moe_layers
     return np.array([[layer_loads(config.skew_from, layer, moe_layers)] for layer in layers])

@@ -962,6 +962,16 @@ def test_without_a_traffic_three_are_asked_of(model: str, whose: str, peaks: Any
     assert "say which is yours (--counts" in assumption_words(assumed)
 
 
+def test_three_traffics_of_many_ranks_share_the_scores_of_one() -> None:
+    """Of few ranks each has as many as one alone."""
+    flags = "--model", "deepseek-v3", "--set", "emulate.device=h100-sxm", "--set", "emulate.links=h100-nvlink4-ndr"
+    for ep_size, share in ((128, 2), (64, 1)):
+        large = *flags, "--ep", str(ep_size), "--tokens", str(8192 * ep_size)
+        one, three = (asked_of(*large, *peak).comparisons for peak in (("--peak-load", "3"), ()))
+        (alone,) = {of.experiment.emulate.sample_tokens for of in one}
+        assert {share * of.experiment.emulate.sample_tokens for of in three} == {alone}
+
+
 def test_an_answer_without_a_traffic_is_a_line_for_each(tmp_path: Path) -> None:
     store = load(write_run(tmp_path, swept(1.0, 1.2, 1.4)))
     question: Any = SimpleNamespace(assumptions=[Assumption(kind="traffics", names=["X"], peak_loads=(1.0, 2.0, 3.0))])

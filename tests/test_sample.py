@@ -124,6 +124,7 @@ def test_a_sample_is_found_for_any_number_of_tokens_on_many_ranks(ep_size: int, 
         assert ep_size % ranks == 0
         assert sample.get("sample_tokens", 0) % ranks == 0
         assert sample or each * ep_size * ep_size <= 2 * 2**22
+        assert ranks < ep_size or ep_size < 256 or each < 64, "a step of decode takes a minute too"
 
 
 SUMMED = ("retained_mass_topk", "retained_mass_all")
@@ -142,6 +143,18 @@ def test_tokens_of_few_ranks_say_what_those_of_all_do(overlap: str, tmp_path: Pa
         assert got[label][0] == pytest.approx(time_us, rel=0.15 if moves else 0.04), label
         assert got[label][1] == pytest.approx(dropped, abs=0.02), label
         assert got[label][2] == pytest.approx(fullest, rel=0.25 if moves else 0.03), label
+
+
+@pytest.mark.slow
+def test_a_step_of_decode_on_few_ranks_says_what_all_do(tmp_path: Path) -> None:
+    sizes = "layer.ep_size=32", "workload.num_tokens=4096", "workload.sequence_length=1"
+    few = planned(tmp_path, *sizes, "emulate.sample_ranks=8", "emulate.sample_tokens=1024")
+    expected, got = found(planned(tmp_path, *sizes)), found(few)
+    for label, (time_us, dropped, fullest) in expected.items():
+        if not label.startswith(("LLEP", "EPIC")):
+            assert got[label][0] == pytest.approx(time_us, rel=0.04), label
+            assert got[label][1] == pytest.approx(dropped, abs=0.03), label
+            assert got[label][2] == pytest.approx(fullest, rel=0.06), label
 
 
 def test_matched_loads_are_those_of_the_traffic_in_each_half_of_a_ranks_tokens(tmp_path: Path) -> None:

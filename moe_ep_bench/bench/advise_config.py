@@ -57,8 +57,8 @@ DRAWS = 5
 _BATCHES, _BATCHES_OF_A_DRAW, _HISTORY = 10, 2, 2
 # Of more scores than that tokens stand for others, though every rank draws some: all would take minutes.
 SCORES, _TOKENS_OF_RANK = 2**22, 256
-# Of more ranks than that some ranks' tokens stand for others'.
-_MOST_RANKS, _SOURCES = 64, 16
+# Of more ranks than that some ranks' tokens stand for others': of at least so many ranks, and with so many scores.
+_MOST_RANKS, _SOURCES, _SOURCE_SCORES = 64, 16, 2**20
 # Of a model of which nothing is recorded; and of the largest peak load that one can have, what its traffic may reach.
 _STAND_IN, REACHED = "olmoe-1b-7b", 0.75
 _NATIVE = [{"name": "topk"}]
@@ -367,7 +367,9 @@ class _Draft:
         Recorded tokens and those of ranks that differ are never alike.
         """
         if "sample_tokens" not in self.raw["emulate"]:
-            self.raw["emulate"] |= sample_of(asked, SCORES)
+            # Three traffics of many ranks have half as many each, and take about as long as one.
+            is_large = has_assumed_traffic(self.assumed) and min(one.virtual_ranks for one in asked) > _MOST_RANKS
+            self.raw["emulate"] |= sample_of(asked, SCORES // 2 if is_large else SCORES)
 
     def sweep_overlap(self, asked: Sequence[Experiment]) -> None:
         """Ask with overlap and without, where nobody says and ranks may overlap."""
@@ -517,7 +519,8 @@ def _num_sources(experiment: Experiment, most_scores: int) -> int:
     num_tokens, sources = experiment.workload.total_tokens(num_ranks), _SOURCES
     if num_ranks <= _MOST_RANKS:
         return num_ranks
-    while sources < num_ranks and num_tokens * sources * num_experts < most_scores * num_ranks:
+    fewest = min(most_scores, _SOURCE_SCORES)
+    while sources < num_ranks and num_tokens * sources * num_experts < fewest * num_ranks:
         sources *= 2
     are_alike = num_ranks % sources == 0 and num_tokens % (num_ranks // sources) == 0
     return sources if are_alike else num_ranks

@@ -508,6 +508,27 @@ def test_a_dry_run_says_about_how_long_the_answer_takes() -> None:
     assert few < many < 300
 
 
+def test_a_long_dry_run_of_emulate_names_the_sample_that_advise_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no longer where it is taken."""
+    config = tmp_path / "large.yaml"
+    workload = {"kind": "synthetic", "num_tokens": 524288, "num_batches": 10, "peak_load": 3}
+    content = {
+        **{"name": "large", "model": {"preset": "qwen3-30b-a3b"}, "workload": workload, "layer": {"ep_size": 128}},
+        "policies": [{"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]}],
+        "emulate": {"device": "h100-sxm", "links": "h100-nvlink4-ndr", "rebalance": [{"name": "llep"}]},
+    }
+    config.write_text(yaml.safe_dump(content))
+    command = ["emulate", str(config), "--dry-run"]
+    assert main(command) == OK
+    (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if "a sample of the tokens" in line]
+    keys = line.partition(": ")[2].split()
+    assert keys == ["--set", "emulate.sample_tokens=32768", "--set", "emulate.sample_ranks=16"]
+    assert main([*command, *keys]) == OK
+    assert "a sample of the tokens" not in capsys.readouterr().out
+
+
 def test_counted_experts_are_asked_about_in_all_their_layers(tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
     counts.write_text(json.dumps(np.arange(3 * 64).reshape(3, 64).tolist()))

@@ -15,13 +15,13 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.notes import _matched, _sampled
-from moe_ep_bench.bench.advise_config import sample_of
 from moe_ep_bench.bench.checks import VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks
 from moe_ep_bench.bench.measure import measure_point
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import Point
 from moe_ep_bench.bench.routing import Router
+from moe_ep_bench.bench.sampling import sample_of
 from moe_ep_bench.bench.tokens import Batches
 from moe_ep_bench.bench.traffic import route_layer
 from moe_ep_bench.config import RebalanceConfig

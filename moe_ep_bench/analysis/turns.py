@@ -24,9 +24,10 @@ from moe_ep_bench.analysis.cases import timings
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, candidates, choice
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question, routed_tokens
+from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question
 from moe_ep_bench.bench.description import fit_of
 from moe_ep_bench.bench.point import BASELINE, NATIVE, POLICY, REPLICATION, Point
+from moe_ep_bench.bench.sampling import MOST_RANKS, routed_tokens
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import mass_kept
 from moe_ep_bench.schema import ALL, TOTAL
@@ -34,8 +35,6 @@ from moe_ep_bench.schema import ALL, TOTAL
 PEAK_LOADS, EP_SIZE, TOKENS = ("workload.peak_load", "workload.batch_peak_load"), "layer.ep_size", "workload.num_tokens"
 # Scores (tokens times experts) of a batch that are routed where tokens stand for others, and at most.
 _SCORES, _MOST_SCORES = 2**20, 2**22
-# Ranks whose turns are solved for, at most.
-_MOST_RANKS = 64
 # Parts of the way from balanced loads to the question's peak load, and as many beyond it.
 _PARTS = 8
 # Multiples of the question's EP size and tokens.
@@ -87,7 +86,7 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
         why = "for in its typical draw or layer the pick is too close to call"
     elif (num_scores := routed_tokens(point.experiment, _SCORES) * point.model.num_experts) > _MOST_SCORES:
         why = f"for a batch has {num_scores / 1e6:,.0f} million scores"
-    elif point.world_size > _MOST_RANKS:
+    elif point.world_size > MOST_RANKS:
         why = f"for {point.world_size} ranks take long"
     if why is not None:
         return tuple(Turn(key=key, unsolved=why) for key in found)

@@ -22,6 +22,7 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.description import device_sentence, fit_of, held_here
 from moe_ep_bench.bench.point import Point
+from moe_ep_bench.bench.sampling import SCORES, sample_of
 from moe_ep_bench.config import MEASURED, EmulateConfig, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
@@ -51,6 +52,8 @@ _FEW_SCORES = 2**21
 
 # What modelling takes (``modelling_s``).
 _START_S, _RANK_S, _SCORE_S = 12.0, 0.4e-3, 10e-9
+# A plan that takes longer says how to take a sample.
+_LONG_S = 60.0
 
 Opened = dict[str, Mapping[int | None, Workload]]
 """Workloads that points share, by all that decides their batches."""
@@ -378,7 +381,11 @@ def _lines(point: Point) -> Iterator[str]:
     if backend == MODELLED:
         fit = fit_of(point)
         yield "; ".join([*filter(None, [fit and fit_words(fit)]), f"{device_sentence(point)}: nothing is run"])
-        yield f"about {modelling_s([point]):,.0f} CPU seconds"
+        yield f"about {(seconds := modelling_s([point])):,.0f} CPU seconds"
+        sample = {} if point.is_sampled else sample_of([point.experiment], SCORES)
+        if seconds > _LONG_S and sample:
+            keys = " ".join(f"--set emulate.{key}={value}" for key, value in sample.items())
+            yield f"less on a sample of the tokens, as `advise` takes one: {keys}"
     elif backend != ROUTING:
         sizes = {name: size / 2**30 for name, size in held_here(point).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]

@@ -244,7 +244,9 @@ class SyntheticWorkload(Workload):
             return None
         rule = {"sequence_length": self.sequence_length, "copying": self._copying}
         noise = gumbel_noise(self.seed, index, [Run(0, self.num_tokens)], self.num_experts, **rule)
-        return expert_loads(noise, bias_HE[0], self.selection)[self._places(index)]
+        # A chunk at a time, since a batch may be larger than memory.
+        counts = [expert_loads([noise_TE], bias_HE[0], self.selection) for noise_TE in noise]
+        return np.sum(counts, axis=0)[self._places(index)]
 
     def _patterned(self, noise_TE: NDArray[np.float64], index: int, row_T: NDArray[np.int64]) -> NDArray[np.float64]:
         """Logits of some tokens of batch ``index`` under the pattern, from their noise."""

@@ -380,6 +380,7 @@ def of_atlas() -> list[str]:
         f"The time of experts was measured elsewhere in {elsewhere('experts')} of the {len(rows)} answers, that of "
         f"exchanges in {elsewhere('exchange')}",
         f"On six layers that others measured the model is off by {error('layer')}",
+        f"layers are off by {error('layer').partition(' and ')[2]}.",
         f"on {len(clusters[clusters['kind'] == 'exchange'])} exchanges alone by {error('exchange')}",
     ]
 

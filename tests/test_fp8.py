@@ -77,7 +77,7 @@ REFUSED = {
     "on an older one": ("te", HOPPER, "2.6.1", "13.0", "needs Transformer Engine 2.7 or later, got 2.6.1"),
     "on Ampere": ("te", [(8, 0)], "2.9.0", "13.0", "needs a GPU of compute capability 9.0 .*, got 8.0; expected"),
     "on Blackwell": ("auto", [(10, 0)], "2.9.0", "13.0", "needs a GPU of compute capability 9.0 .*, got 10.0"),
-    "where one GPU is older": ("auto", [(8, 9), (9, 0)], "2.9.0", "13.0", "needs .*, got 8.9; expected"),
+    "on older and later ones": ("auto", [(8, 9), (10, 0)], "2.9.0", "13.0", "needs .*, got 8.9, 10.0; expected"),
     "before CUDA 12.9": ("te", HOPPER, "2.9.0", "12.6", "needs a torch for CUDA 12.9 or later, got 12.6"),
     "for sequential experts": ("sequential", HOPPER, "2.9.0", "12.9", "needs layer.experts auto or te, .* sequential"),
     "for grouped experts": ("grouped", HOPPER, "2.9.0", "13.0", "needs layer.experts auto or te, .*; got grouped"),
@@ -85,6 +85,7 @@ REFUSED = {
     "in a CUDA graph": ("auto graph", HOPPER, "2.9.0", "13.0", "needs layer.cuda_graph false, .*; got true"),
     "not on Hopper": ("auto", HOPPER, "2.9.0+abc", "13.0", None),
     "nor by name": ("te", HOPPER, "2.20.2", "12.9", None),
+    "nor beside another GPU": ("auto", [(7, 5), (9, 0)], "2.9.0", "13.0", None),
     "nor of a driver that does not say": ("te", [], "2.20.2", "12.9", None),
 }  # fmt: skip
 

@@ -104,11 +104,13 @@ class LayerBackend:
 def fp8_lacks() -> str:
     """What this machine's GPUs or torch lack for GEMMs in blocks of FP8; empty where they have all.
 
-    On a later GPU than Hopper's Transformer Engine computes these as MXFP8, which is another dtype.
+    On a later GPU than Hopper's Transformer Engine computes these as MXFP8, another dtype. One of a node's GPUs
+    must be Hopper's, as another may be there for a screen; Transformer Engine itself refuses an older one.
     """
-    for capability in compute_capabilities():
-        if capability[0] != 9:
-            return f"a GPU of compute capability 9.0 (H100, H200, H20), got {'.'.join(map(str, capability))}"
+    found = compute_capabilities()
+    if found and all(major != 9 for major, _ in found):
+        got = ", ".join(f"{major}.{minor}" for major, minor in found)
+        return f"a GPU of compute capability 9.0 (H100, H200, H20), got {got}"
     cuda = torch.version.cuda
     if cuda is None or tuple(map(int, cuda.split("."))) < _LEAST_FP8_CUDA:
         return f"a torch for CUDA {'.'.join(map(str, _LEAST_FP8_CUDA))} or later, got {cuda or 'none'}"

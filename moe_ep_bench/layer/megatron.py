@@ -62,7 +62,6 @@ for message in (
     "full scope is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
-    "fp8_autocast is deprecated",
 ):
     warnings.filterwarnings("ignore", message=message)
 

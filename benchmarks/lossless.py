@@ -151,7 +151,7 @@ def draw(rows: pd.DataFrame, out: Path) -> None:
             line = "" if start.startswith("budget") else "-"
             axes.plot(lost, points["speedup_median"], line, color=colour, marker=marker, label=words, ms=6, lw=1)
         axes.axvspan(place - 1, 0, color="grey", alpha=0.12, lw=0)
-        (balanced,) = own.loc[own["label"] == "native, balanced scores", "speedup_median"]
+        (balanced,) = own.loc[own["label"] == "balanced", "speedup_median"]
         axes.axhline(balanced, color="grey", linestyle=":", label="balance alone")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(traffic, fontsize=8)
@@ -238,7 +238,8 @@ def markdown(rows: pd.DataFrame, held: pd.DataFrame, budgets: pd.DataFrame) -> s
     rows = rows[rows["label"] != "native again"]
     rows = rows.assign(speedup=rows.apply(_speed, axis=1), moved_mib=1024 * rows["moved_gib"])
     is_solved_slowly = rows["label"].str.contains(r"\([1-9]\d* us")  # with the loads of one that takes no time
-    balancing = rows[~rows["label"].str.contains("drop|balanced scores") & ~is_solved_slowly]
+    is_balancing = ~rows["label"].str.contains("drop") & (rows["label"] != "balanced")
+    balancing = rows[is_balancing & ~is_solved_slowly]
     moved, held_more = (balancing[balancing[column] > 0] for column in ("moved_mib", "extra_gib_per_rank"))
     planned = balancing[balancing["rearrange_ms"] > 0]
     tables = [

@@ -124,10 +124,10 @@ def validated(kind: type[_Kind], fields: Any, where: object = "", *, strict: boo
         problems = error.errors(include_url=False)
         # A key that is not known may be the one that is missing, misspelt.
         problem = next((other for other in problems if other["type"] == "extra_forbidden"), problems[0])
-        raise UserError(": ".join(filter(None, [str(where), *_complaint(kind, fields, problem)]))) from None
+        raise UserError(": ".join(filter(None, [str(where), *_key_and_problem(kind, fields, problem)]))) from None
 
 
-def _complaint(kind: type[BaseModel], fields: Any, problem: Mapping[str, Any]) -> tuple[str, str]:
+def _key_and_problem(kind: type[BaseModel], fields: Any, problem: Mapping[str, Any]) -> tuple[str, str]:
     """The dotted key of one error of pydantic's, and what is wrong with it."""
     models, value, keys, known = [kind], fields, [], list[str]()
     for part in problem["loc"]:

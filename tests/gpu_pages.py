@@ -150,7 +150,7 @@ def of_emulated(gpu: str) -> list[str]:
         for name, policy in (("Token Drop", "token_drop"), ("Expanded Drop", "expanded_drop"))
     }
     drop, expanded = ([f"{value:.2f}" for value in by[name]] for name in by)
-    balanced = f"{rows.loc['native, balanced scores', 'speedup_median']:.2f}"
+    balanced = f"{rows.loc['balanced', 'speedup_median']:.2f}"
     model = {"h100": LITE, "h200": "OLMoE-Instruct"}[gpu]
     figure = [
         [

@@ -448,7 +448,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     )
     assert {"budget_drop max_dropped=0.1", "budget_drop max_lost_mass=0.05"} <= set(labels)
     bounds = {("--max-dropped", "5%"): ["max_dropped=0.05"], ("--max-lost-mass", "0.01"): ["max_lost_mass=0.01"]}
-    for words, own in bounds.items():  # one bound alone binds alone
+    for words, own in bounds.items():  # a bound that is omitted does not apply
         labels = [label.split()[1] for label in candidates_of(asked(*QWEN, *words)) if label.startswith("budget_drop")]
         assert labels == own
     path = ROOT / "tests/data/small-moe/config.json"

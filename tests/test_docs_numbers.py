@@ -145,7 +145,7 @@ TRAFFIC = {
     "GPT-OSS-20B decode, 8": DECODE,
     **{f"power law 1.2, {tokens}": traffic for tokens, traffic in POWER_LAW.items()},
 }
-BALANCE, BY_DEVICE = "native, balanced scores", "token_drop capacity_factor=1.0 granularity=device"
+BALANCE, BY_DEVICE = "balanced", "token_drop capacity_factor=1.0 granularity=device"
 EPLB, VARIANCE = "EPLB, 1 spare per rank", "variance plan, 1 spare per rank"
 ULTRA = [f"UltraEP ({solve_us} us to solve), 4 spare per rank" for solve_us in (0, 100)]
 LP = [f"EPLB + LP ({solve_us} us to solve), 1 spare per rank" for solve_us in (0, 100)]
@@ -236,7 +236,7 @@ def of_balancing() -> list[str]:
     return [
         *rows,
         f"after SGLang: {extremes(filled)} times as fast |",
-        f"within {extremes(of[BALANCE] - of[VARIANCE] for of in medians)} of balanced scores for {min(gib):.2f} to "
+        f"within {extremes(of[BALANCE] - of[VARIANCE] for of in medians)} of `balanced` for {min(gib):.2f} to "
         f"{max(gib):.1f} GiB",
         f"gains {extremes(of[BY_DEVICE] - of[VARIANCE] for of in medians)} more, without memory",
         f"at {extremes(row[1] for row in others)} (native {extremes(row[0] for row in others)}) if planned on another "

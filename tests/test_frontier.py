@@ -164,5 +164,5 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
     assert routed.loc["token_drop capacity_factor=0.8", "below_frontier"] > 0.01
     for frame in (routed, emulated):  # experts with several homes have no frontier
         assert pd.isna(frame.loc["EPLB, 1 spare per rank", "below_frontier"])
-    assert pd.isna(emulated.loc["native, balanced scores", "below_frontier"])
+    assert pd.isna(emulated.loc["balanced", "below_frontier"])
     assert "below frontier" in render(tables(cases.load(folder / "route")), "text")

@@ -111,7 +111,6 @@ REFERENCES = {
 # What the goldens call a word in any table (an expression) that the program has another name for.
 WORDS: dict[str, str] = {
     "^inconclusive$": "cannot say",
-    "^balanced$": "ceiling",
     r"( tokens, EP \d+), no skew$": r"\1, synthetic, unskewed",
     ", no skew$": ", unskewed",
 }

@@ -117,7 +117,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         assert max(rows.reference_error.max() for rows in (eager, replayed)) < 1e-4
     for side, rows in run.rows.items():
         ok = rows[(rows.status == "ok") & ~rows.policy.isin(["xshare", "pruned"])]
-        assert ok.case_id.nunique() == 4  # native, native again, topk, native with balanced scores
+        assert ok.case_id.nunique() == 4  # native, native again, topk, balanced
         assert len(ok[(ok.kind == "plain") & (ok.phase == TOTAL)]) == 4 * run.num_ranks * (2 if scope == "layer" else 1)
         assert (ok.time_us >= 0).all()
         breakdown = ok[ok.kind == "breakdown"]

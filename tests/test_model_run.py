@@ -43,7 +43,7 @@ CONFIG = {
     "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 60},
 }
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 12}
-NUM_CASES = 5  # native, native again, two policies, native with balanced scores
+NUM_CASES = 5  # native, native again, two policies, balanced
 DENSE, MOE = [0], [1, 2]
 KEY = ["rank", "batch", "iteration"]
 

@@ -39,7 +39,7 @@ CONFIG = {
     ],
     "measure": {"iterations": 2, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 60},
 }
-NUM_CASES = 7  # native, native again, four policies, native with balanced scores
+NUM_CASES = 7  # native, native again, four policies, balanced
 
 
 def write_config(folder: Path, base: dict = CONFIG, **changes: object) -> Path:

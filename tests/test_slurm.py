@@ -36,7 +36,7 @@ SMALL = {
     "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 300},
     "workload__num_batches": 1,
 }
-NUM_CASES = 4  # native, native again, the policy, native with balanced scores
+NUM_CASES = 4  # native, native again, the policy, balanced
 SEEDS = [1, 2, 3]
 
 

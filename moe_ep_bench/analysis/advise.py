@@ -1,7 +1,7 @@
 """``advise``: the pick, what it costs and why in a few lines, then all candidates.
 
-The pick follows the rule of ``picks``. The fastest of many is in part the luckiest, on the traffic that chose it: the
-answer says so, and gives the range of its speedup over draws or layers.
+The pick follows the rule of ``picks``. It is chosen and scored on the same traffic, so its speedup is slightly
+optimistic: the answer says so, and gives the speedup's range over draws or layers.
 """
 
 from __future__ import annotations

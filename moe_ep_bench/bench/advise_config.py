@@ -72,7 +72,7 @@ class Bounds:
 
     @staticmethod
     def of(max_dropped: float | None, max_lost_mass: float | None) -> Bounds:
-        """Bounds of the options; where one alone is given, the other does not bind."""
+        """Bounds of the options; a bound that is omitted does not apply."""
         if max_dropped is None and max_lost_mass is None:
             return Bounds(MAX_DROPPED, 1 - MAX_LOST_MASS)
         dropped, lost = (1.0 if bound is None else bound for bound in (max_dropped, max_lost_mass))

@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
-        return _complain(error)
+        return _report_error(error)
 
 
-def _complain(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
     """Print what ended a command, in one line where the user can correct it; return the exit status.
 
     That is ``LOST`` for what the user cannot correct: 1 would say that a job went through.

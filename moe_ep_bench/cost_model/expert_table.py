@@ -1,4 +1,4 @@
-"""Times of a rank's experts from rows that were measured under balanced scores (``tables``), in place of a roofline.
+"""Times of a rank's experts from rows that were measured under equal loads (``tables``), in place of a roofline.
 
 Let u(T) be the measured time with T tokens of all ranks, and b T what a kernel does for tokens of all ranks, whoever's
 experts they choose: routing, sorting and summing. Experts are the rest, f = u - b T. A rank with m_l rows on its
@@ -36,7 +36,7 @@ _MANY_TOKENS, _FEWEST_SIZES, _LEAST_REST = 4096, 3, 0.05
 
 
 class ExpertTable(Strict):
-    """Measured times of one shape, dtype and EP size under balanced scores (see the module)."""
+    """Measured times of one shape, dtype and EP size under equal loads (see the module)."""
 
     hidden_size: int
     ffn_hidden_size: int

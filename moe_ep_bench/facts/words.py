@@ -79,7 +79,7 @@ def tokens_words(num_tokens: int) -> str:
 
 # ---- labels of cases -------------------------------------------------------------------------------------------------
 
-_REFERENCES = {"noise": ("native", "again"), "balanced": ("native,", "balanced", "scores")}
+_REFERENCES = {"noise": ("native", "again"), "balanced": ("balanced",)}
 # What balances without loss, and who chooses among replicas.
 _PLANS = {
     "eplb": ("EPLB",),

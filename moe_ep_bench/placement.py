@@ -40,7 +40,7 @@ P / R slots of a rank, N = entries of all experts' turns, L = layers, F = number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,26 +107,28 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
     covariance_EE = (load_BE - mean_E).T @ (load_BE - mean_E) / max(num_batches - 1, 1)
     risk_E = mean_E + _Z * np.sqrt(covariance_EE.diagonal())
     order_E, size = np.argsort(-risk_E, kind="stable"), -(-num_experts // _QUARTERS)
+    packed = partial(_pack_by_risk, mean_E, covariance_EE, num_ranks)
 
-    def replicas_of(expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
-        """Replicas of some experts that get so many spare slots: int64 [I]."""
-        return _spread(risk_E[expert_I], len(expert_I) + spare, num_ranks)[1]
+    def given(replicas_E: NDArray[np.int64], expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
+        """The same replicas, but of some experts those that they get with so many spare slots: int64 [E]."""
+        replicas_E = replicas_E.copy()
+        replicas_E[expert_I] = _spread(risk_E[expert_I], len(expert_I) + spare, num_ranks)[1]
+        return replicas_E
+
+    def fullest_rank(replicas_E: NDArray[np.int64]) -> float:
+        return rank_load(load_BE, packed(replicas_E), num_ranks).max(axis=1).mean()
 
     replicas_E, spare = np.ones(num_experts, dtype=np.int64), num_slots - num_experts
     for first in range(0, num_experts, size):
         quarter, later = order_E[first : first + size], order_E[first + size :]
-        greedy = int(replicas_of(order_E[first:], spare)[: len(quarter)].sum()) - len(quarter)
+        greedy = int(given(replicas_E, order_E[first:], spare)[quarter].sum()) - len(quarter)
         # No expert has more replicas than there are ranks.
         fewest = max(0, greedy - _WIDTH, spare - len(later) * (num_ranks - 1))
         most = min(spare, greedy + _WIDTH, len(quarter) * (num_ranks - 1))
-        fullest = {}
-        for number in range(fewest, most + 1):
-            replicas_E[quarter], replicas_E[later] = replicas_of(quarter, number), replicas_of(later, spare - number)
-            expert_P = _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
-            fullest[number] = rank_load(load_BE, expert_P, num_ranks).max(axis=1).mean()
-        chosen = min(fullest, key=lambda number: (fullest[number], abs(number - greedy), number))
-        replicas_E[quarter], spare = replicas_of(quarter, chosen), spare - chosen
-    return _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
+        tried = {n: given(given(replicas_E, quarter, n), later, spare - n) for n in range(fewest, most + 1)}
+        chosen = min(tried, key=lambda number: (fullest_rank(tried[number]), abs(number - greedy), number))
+        replicas_E, spare = given(replicas_E, quarter, chosen), spare - chosen
+    return packed(replicas_E)
 
 
 PLANS = ("eplb", "variance")
@@ -321,7 +323,7 @@ def pack(load_I: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
 
 
 def _pack_by_risk(
-    mean_E: NDArray[np.float64], covariance_EE: NDArray[np.float64], replicas_E: NDArray[np.int64], num_ranks: int
+    mean_E: NDArray[np.float64], covariance_EE: NDArray[np.float64], num_ranks: int, replicas_E: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The expert of every slot, int64 [P]: the heaviest replica first, each onto the rank that then has least risk."""
     from moe_ep_bench.kernels.placing import ranks_by_risk  # numba takes its time

@@ -86,8 +86,9 @@ class Cell(NamedTuple):
         facet: its rows.
         band: the row of facets that it is in.
         place: row and column of the sheet's grid.
-        height: inches.
-        is_first, is_last: of its facet's panels.
+        height: inches. ``share``: of its facet's inches across.
+        is_first: of its facet's panels.
+        hidden: the side, ``left`` or ``bottom``, whose values another panel of the facet names.
     """
 
     facet: pd.DataFrame
@@ -95,8 +96,9 @@ class Cell(NamedTuple):
     band: int
     place: tuple[int, int]
     height: float
+    share: float
     is_first: bool
-    is_last: bool
+    hidden: str | None
 
 
 def facets(
@@ -125,32 +127,14 @@ def facets(
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
     grid = figure.add_gridspec(len(heights), across * len(widths), height_ratios=heights, width_ratios=widths * across)
     inches = figure.get_figwidth() / across - 0.3
-    title_lines, names, drawn = [1] * (cells[-1].band + 1), [0.0] * len(heights), []
-    for cell in cells:
-        axes = figure.add_subplot(grid[cell.place])
-        share = widths[cell.place[1] % len(widths)] / sum(widths)
-        cell.panel.draw(axes, cell.panel.rows(cell.facet), looks, cell.facet)
-        points = rcParams["axes.labelsize"]
-        axes.set_xlabel(folded(axes.get_xlabel(), share * (inches - 0.5), points))
-        axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, cell.height - 0.7), points))
-        if cell.panel.shares and not beside and not cell.is_last:
-            axes.tick_params(labelbottom=False)
-            axes.set_xlabel("")
-        else:
-            row = cell.place[0]
-            names[row] = max(names[row], _inches_of_names(axes))
-        if cell.panel.shares and beside and not cell.is_first:
-            axes.tick_params(labelleft=False)
-        origins = {origin for origin in cell.facet["origin"].dropna() if origin in ORIGINS}
-        frame(axes, next(iter(origins)) if len(origins) == 1 else None)
-        drawn.append((cell, axes, share))
-    for cell, axes, share in drawn if titled else ():
-        if cell.is_first:
-            of_column = [other for beside_it, other, _ in drawn if beside_it.place[1] == cell.place[1]]
-            room = inches - 0.2 - max(map(_inches_left_of, of_column))
-            title_lines[cell.band] = max(title_lines[cell.band], _give_title(axes, cell.facet, room, share))
+    drawn = [(cell, _draw_cell(figure.add_subplot(grid[cell.place]), cell, looks, inches)) for cell in cells]
+    names = [0.0] * len(heights)
+    for cell, axes in drawn:
+        if cell.hidden != "bottom":
+            names[cell.place[0]] = max(names[cell.place[0]], _inches_of_names(axes))
+    more_lines = _give_titles(drawn, inches) if titled else 0
     _give_equal_limits(figure)
-    return figure, sum(heights) + sum(names) + _TITLE_LINE * (sum(title_lines) - len(title_lines))
+    return figure, sum(heights) + sum(names) + _TITLE_LINE * more_lines
 
 
 def _laid_out(
@@ -159,28 +143,49 @@ def _laid_out(
     """The cells of all facets, ``across`` side by side, and the inches of each row of the grid."""
     cells: list[Cell] = []
     heights: list[float] = []
+    width = sum(panel.width for panel in panels)
     for band, begin in enumerate(range(0, len(groups), across)):
         rows = pd.concat(groups[begin : begin + across])
         of_band = {panel: panel.inches(rows) for panel in panels_of(panels, rows)}
         for column, group in enumerate(groups[begin : begin + across]):
             own = panels_of(panels, group)
             for panel in own:
-                if beside:
-                    place = (len(heights), column * len(panels) + list(panels).index(panel))
-                else:
-                    place = (len(heights) + list(of_band).index(panel), column)
-                cells.append(Cell(group, panel, band, place, of_band[panel], panel is own[0], panel is own[-1]))
+                down, right = (0, list(panels).index(panel)) if beside else (list(of_band).index(panel), 0)
+                place = (len(heights) + down, column * (len(panels) if beside else 1) + right)
+                share = panel.width / width if beside else 1.0
+                is_named = not panel.shares or panel is own[0 if beside else -1]
+                hidden = None if is_named else "left" if beside else "bottom"
+                cells.append(Cell(group, panel, band, place, of_band[panel], share, panel is own[0], hidden))
         heights += [max(of_band.values())] if beside else of_band.values()
     return cells, heights
 
 
-def _give_title(axes: Axes, facet: pd.DataFrame, room: float, share: float) -> int:
-    """Name a facet above its first panel, which has this share of its inches; the title's lines."""
-    # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
-    heading = facet["heading" if "heading" in facet else "title"].iloc[0]
-    title = folded(heading, room / 1.15 * min(1.0, 2 * share), rcParams["axes.titlesize"])
-    axes.set_title(title)
-    return title.count("\n") + 1
+def _draw_cell(axes: Axes, cell: Cell, looks: Mapping[str, Look], inches: float) -> Axes:
+    """Draw a panel whose facet has so many inches across, with the names that it has room for."""
+    cell.panel.draw(axes, cell.panel.rows(cell.facet), looks, cell.facet)
+    points = rcParams["axes.labelsize"]
+    axes.set_xlabel(folded(axes.get_xlabel(), cell.share * (inches - 0.5), points) if cell.hidden != "bottom" else "")
+    axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, cell.height - 0.7), points))
+    if cell.hidden:
+        axes.tick_params(**{f"label{cell.hidden}": False})
+    origins = {origin for origin in cell.facet["origin"].dropna() if origin in ORIGINS}
+    frame(axes, next(iter(origins)) if len(origins) == 1 else None)
+    return axes
+
+
+def _give_titles(drawn: Sequence[tuple[Cell, Axes]], inches: float) -> int:
+    """Name each facet above its first panel; lines that titles take beyond one in each row of facets."""
+    lines: dict[int, int] = {}
+    for cell, axes in drawn:
+        if cell.is_first:
+            of_column = [other for beside_it, other in drawn if beside_it.place[1] == cell.place[1]]
+            room = inches - 0.2 - max(map(_inches_left_of, of_column))
+            # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
+            heading = cell.facet["heading" if "heading" in cell.facet else "title"].iloc[0]
+            title = folded(heading, room / 1.15 * min(1.0, 2 * cell.share), rcParams["axes.titlesize"])
+            axes.set_title(title)
+            lines[cell.band] = max(lines.get(cell.band, 1), title.count("\n") + 1)
+    return sum(lines.values()) - len(lines)
 
 
 def _inches_left_of(axes: Axes) -> float:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make results/reference/ anew, as far as this machine can: launch/references.sh [--measured] [--only NAME,...]
+# Make results/reference/ anew, as far as this machine can: launch/references.sh [--measured | --redraw] [--only NAME,...]
 # --measured  also what CPU ranks measure: on an idle machine with two cores
+# --redraw    nothing is made: tables and figures of the results that are there, by the package of today
 # --only      some results alone, by their names in results/reference/
 # Modelled results take about two hours on two cores. A result is made in results/references/ and replaces the old one
 # when it is whole; one that the package of today has made is skipped, so the same command goes on where it stopped.
@@ -11,26 +12,29 @@ fail() { echo "references.sh: $1" >&2; exit 2; }
 modelled="lossless whatif-skew balance-recorded-modelled traffic-shift whole-capacity-modelled clusters tables papers-modelled atlas"
 of_ranks="quickstart-2cpu deepseek-v2-lite-recorded-2cpu decode-2cpu"
 measured=
+redraw=
 only=
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     --measured) measured=yes ;;
+    --redraw) redraw=yes ;;
     --only) only=${2:-}; [ -n "$only" ] || fail "--only takes names of results, not ''"; shift ;;
-    *) fail "unknown argument '$1'; expected --measured or --only NAME,..." ;;
+    *) fail "unknown argument '$1'; expected --measured, --redraw or --only NAME,..." ;;
   esac
   shift
 done
 names="$modelled${measured:+ $of_ranks}"
+[ -z "$redraw" ] || names=$(cd "$root/results/reference" && dirname -- */run.json | xargs)
 for name in ${only//,/ }; do
   case " $names " in *" $name "*) ;; *) fail "--only $name: expected one of $names" ;; esac
 done
 cd "$root"
-for recording in deepseek-v2-lite-{intent,summary,translation} gpt-oss-20b-mixed; do
+[ -n "$redraw" ] || for recording in deepseek-v2-lite-{intent,summary,translation} gpt-oss-20b-mixed; do
   [ -e "recordings/$recording.safetensors" ] || fail "recordings/$recording.safetensors is not there (docs/workloads.md)"
 done
 launch/setup.sh --with tables,models
-[ -z "$(git status --porcelain -- moe_ep_bench configs benchmarks)" ] || fail "commit first: results name the commit that made them"
+[ -n "$redraw" ] || [ -z "$(git status --porcelain -- moe_ep_bench configs benchmarks)" ] || fail "commit first: results name the commit that made them"
 package=$(git rev-parse HEAD:moe_ep_bench HEAD:configs HEAD:benchmarks | sha256sum)
 bench=.venv/bin/moe-ep-bench
 python=.venv/bin/python
@@ -51,9 +55,20 @@ result() {
   "$@" "$work/$name" >"$work/$name.log" 2>&1 || fail "$name ended with status $?: $work/$name.log"
   echo "$package" >"$work/$name.made"
 }
-# A directory of results: its tables of today, and the figures that the gallery names.
+# Tables and figures of a directory in results/reference/, of the figures those that the gallery names.
+drawn() { # NAME
+  local there=results/reference/$1 drawn=$work/$1-drawn figure
+  "$bench" show "$there" >"$there/summary.txt"
+  rm -rf "$drawn"
+  for figure in $(sed -n "s|^$1/figures/\(.*\)\.png:.*|\1|p" docs/gallery.yaml); do
+    [ -d "$drawn" ] || { cp -r "$there" "$drawn" && "$bench" plot "$drawn" >/dev/null; }
+    mkdir -p "$there/figures"
+    cp "$drawn/figures/$figure".{png,csv} "$there/figures"
+  done
+}
+# A directory of results: what its tables and figures are made of, then these.
 directory() { # NAME COMMAND...
-  local name=$1 figure
+  local name=$1
   result "$@"
   is_made "$name" || return 0
   local there=results/reference/$name
@@ -62,12 +77,7 @@ directory() { # NAME COMMAND...
   for part in run.json cases conditions routing frontier claims.csv claims.json claims.txt; do
     [ ! -e "$work/$name/$part" ] || cp -r "$work/$name/$part" "$there"
   done
-  "$bench" show "$there" >"$there/summary.txt"
-  for figure in $(sed -n "s|^$name/figures/\(.*\)\.png:.*|\1|p" docs/gallery.yaml); do
-    mkdir -p "$there/figures"
-    [ -e "$work/$name/figures/$figure.png" ] || "$bench" plot "$work/$name" >/dev/null
-    cp "$work/$name/figures/$figure".{png,csv} "$there/figures"
-  done
+  drawn "$name"
 }
 # Tables that a program writes: NAME FILES COMMAND...
 tables() {
@@ -82,6 +92,13 @@ shift_of() { # the figure of moving traffic
   cp "$1/figures/batches.png" "$1/traffic-shift.png"
   cp "$1/figures/batches.csv" "$1/traffic-shift.csv"
 }
+
+if [ -n "$redraw" ]; then
+  for name in $names; do
+    case ",$only," in ,, | *",$name,"*) echo "$name ..." && drawn "$name" ;; esac
+  done
+  exit
+fi
 
 tables lossless "lossless.csv lossless.md lossless.png" "$python" benchmarks/lossless.py recordings --out
 directory whatif-skew "$bench" emulate configs/whatif-skew.yaml --out

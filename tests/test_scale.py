@@ -50,10 +50,10 @@ def test_emulated_ranks_take_time_by_the_token_and_memory_by_the_rank(tmp_path: 
 
 
 @pytest.mark.scale
-def test_sixteen_ranks_start_end_and_leave_a_log_that_can_be_read(tmp_path: Path) -> None:
+def test_thirty_two_ranks_start_end_and_leave_a_log_that_can_be_read(tmp_path: Path) -> None:
     """What only many ranks show: their meeting, file locks, parts of all ranks, and one voice for what all say."""
     program = Path(__file__).parents[1] / "benchmarks" / "ranks.py"
-    command = [sys.executable, program, "--ranks", "4", "16", "--out", tmp_path]
+    command = [sys.executable, program, "--ranks", "4", "32", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     _, few, many = (line.split() for line in done.stdout.splitlines())

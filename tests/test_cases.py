@@ -271,7 +271,7 @@ def test_ep_groups_that_never_meet_are_reduced_by_themselves(tmp_path):
     assert one[["slowest_group_ms", "slowest_group_fullest_rank"]].isna().all(axis=None)
     store = load(tmp_path / "two")
     assert len(routing(store)) == 2 * len(routing(load(tmp_path / "one")))
-    (line,) = [line for line in notes(store, "two", "c0") if "EP groups" in line]
+    (line,) = [line.text for line in notes(store, "two", "c0") if "EP groups" in line.text]
     assert line.startswith("2 independent EP groups: times and loads are means over them")
 
 

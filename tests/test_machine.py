@@ -15,12 +15,13 @@ import pynvml
 import pytest
 import torch
 
+from moe_ep_bench.analysis.notes import disturbance_words, power_words
 from moe_ep_bench.machine import monitor, provenance
 from moe_ep_bench.machine.monitor import (
     GpuSample,
     MachineState,
+    capped,
     disturbances,
-    power_words,
     state_between,
     watched_machine,
 )
@@ -184,7 +185,7 @@ JUDGED = {
 @pytest.mark.parametrize("name", JUDGED)
 def test_what_disturbs_is_named_with_its_share_and_place_and_a_quiet_machine_is_not_accused(name: str) -> None:
     states, line = JUDGED[name]
-    assert disturbances(states) == ([line] if line else [])
+    assert list(map(disturbance_words, disturbances(states))) == ([line] if line else [])
 
 
 def clocked(median: float, **shares: float) -> MachineState:
@@ -210,7 +211,7 @@ CAPPED = {
 @pytest.mark.parametrize("name", CAPPED)
 def test_a_power_cap_is_told_with_the_clocks_of_the_slowest_gpu(name: str) -> None:
     states, words = CAPPED[name]
-    assert power_words(states) == words
+    assert power_words(capped(states)) == words
 
 
 # ---- provenance ------------------------------------------------------------------------------------------------------

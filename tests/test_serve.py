@@ -596,7 +596,7 @@ def test_two_jobs_are_compared_by_their_own_native(done: Path, tmp_path: Path) -
     rows = change.cases.set_index("label")
     assert rows.at["native", "verdict"] == "slower"
     assert rows.at["token_drop capacity_factor=1.0", "outcome"] == "passed"
-    assert any("conditions differ: command " in note for table in change.tables for note in table.notes)
+    assert any("conditions differ: command " in str(note) for table in change.tables for note in table.notes)
 
 
 # ---- answers by hand -------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def run_of(root: Path, **changes) -> Path:
 def lines_of(root: Path, **changes) -> list[str]:
     """The notes of a directory's one comparison."""
     store = load(run_of(root, **changes))
-    return notes(store, store.comparisons[0].directory, store.comparisons[0].comparison_id)
+    return list(map(str, notes(store, store.comparisons[0].directory, store.comparisons[0].comparison_id)))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_com
         ],
     )
     begins = ("disturbed machine", "warm-up did not settle", "launch-bound", "the layer is simpler than Tiny-MoE's")
-    found = warnings(load(tmp_path))
+    found = [line.text for line in warnings(load(tmp_path))]
     assert len(found) == 6
     assert all(line.startswith(f"{begin}: ") for begin, line in zip(begins, found, strict=False))
     told = [line.strip() for line in end_of_run(tmp_path).splitlines() if "warning: " in line]
@@ -251,7 +251,7 @@ def test_a_case_takes_what_its_host_takes_without_waiting_where_that_is_longer(t
         store = load(folder)
         (native,) = cases(store).query("role == 'baseline'").to_dict("records")
         return (
-            warnings(store),
+            [line.text for line in warnings(store)],
             native["median_ms"],
             native["host_bound_share"],
             native["host_busy_ms"],
@@ -293,7 +293,7 @@ def test_clocks_of_cases_stand_side_by_side_and_another_than_natives_is_warned_o
 )
 def test_results_of_power_capped_gpus_say_so_with_their_clocks(name: str, capped: int) -> None:
     store = load(REFERENCE / name)
-    lines = [line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id)]
+    lines = [line.text for one in store.comparisons for line in notes(store, one.directory, one.comparison_id)]
     found = [line for line in lines if re.fullmatch(
         r"rank 0's GPU was power-capped in [\d.]+ % of the samples: SM clock [\d,]+ to [\d,]+ MHz, median [\d,]+", line
     )]  # fmt: skip

@@ -147,7 +147,7 @@ def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
     assert "comparison" not in text.splitlines()[2], "there is one"
     ValidationDirectory(root).write_pairs([("r", "e")], {"links": modelled_facts()["links"]}, 0.15)
     assert verdicts(compare_ranks(root)) == [None, None, "equivalent", "equivalent"]
-    assert compare_ranks(root).answer[0].startswith("2 of 2 speedups are equivalent within 15 %")
+    assert compare_ranks(root).answer[0].text.startswith("2 of 2 speedups are equivalent within 15 %")
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_directory_that_lacks_something_is_one_line(own: Path) -> None:
 
 @pytest.mark.slow
 def test_passes_are_judged_and_their_moe_layers_by_themselves_whose_error_a_pass_dilutes(tmp_path: Path) -> None:
-    line = compare_ranks(built_models(tmp_path / "alike")).answer[0]
+    line = compare_ranks(built_models(tmp_path / "alike")).answer[0].text
     assert line.startswith("3 of 3 speedups are equivalent within 3 %")
     assert "; 3 of 3 speedups of MoE layers alone are equivalent within 3 %" in line
     cases = compare_ranks(built_models(tmp_path / "slow", phase_factors={"experts": 1.5})).cases

@@ -12,10 +12,20 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_v
 
 from moe_ep_bench.analysis.cases import point_words
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
-from moe_ep_bench.analysis.notes import FEW_BATCHES, OVERSUBSCRIBED
+from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, has_assumed_traffic
-from moe_ep_bench.facts.words import OVERLAP_WORDS, assumption_words, fit_words, peak_words, rest_words, said_once
+from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, SkewLayers, has_assumed_traffic
+from moe_ep_bench.facts.words import (
+    OVERLAP_WORDS,
+    Line,
+    assumption_words,
+    fit_words,
+    mixed_words,
+    peak_words,
+    rest_words,
+    said_once,
+    skew_words,
+)
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.results import ResultsError, read_document
@@ -174,6 +184,40 @@ class RankTokens(_Fact):
     mean: PositiveFloat
 
 
+class Note(_Fact):
+    """What may change the decision, or how far it holds (``note_words``).
+
+    Attributes:
+        number: of draws, or of verdicts.
+        layers: that one layer stands for.
+        scope, scale: of an emulation whose experts are this CPU's.
+        text: a warning of results, as they have it.
+    """
+
+    kind: Literal[
+        "mixed_machines", "skew_is_assumed", "layers_differ", "plan_time_of_this_cpu", "scored_where_chosen",
+        "few_draws", "chance", "one_layer", "mass_is_not_accuracy", "of_traffic_alone", "warning",
+    ]  # fmt: skip
+    number: int | None = None
+    layers: SkewLayers | None = None
+    scope: str | None = None
+    scale: float | None = None
+    text: str | None = None
+
+
+class Unsolved(_Fact):
+    """Why turns are not searched.
+
+    Attributes:
+        number: of a batch's scores, or of ranks, where they are too many.
+        text: the error that refused a point.
+    """
+
+    kind: Literal["too_close", "scores", "ranks", "refused"]
+    number: int | None = None
+    text: str | None = None
+
+
 class Side(_Fact):
     """Between which two values another is picked: the last that was tried with the pick, the first without it.
 
@@ -200,7 +244,7 @@ class Turn(_Fact):
     most: float | None = None
     below: Side | None = None
     above: Side | None = None
-    unsolved: str | None = None
+    unsolved: Unsolved | None = None
 
 
 class Variant(_Fact):
@@ -280,7 +324,7 @@ class Advice(_Fact):
     links: list[str]
     modelled: str
     assumptions: list[Assumption]
-    notes: list[str]
+    notes: list[Note]
 
     def name_of(self, answer: Answer) -> str:
         """One of several answers: its place in the sweep, or its title; empty where there is no other."""
@@ -523,7 +567,7 @@ def _turn_words(turn: Turn) -> str:
     """Where the pick turns along a key."""
     name = _KEYS.get(turn.key, turn.key)
     if turn.unsolved is not None:
-        return f"{name}: not solved, {turn.unsolved}"
+        return f"{name}: not solved, for {_unsolved_words(turn.unsolved)}"
     assert turn.least is not None
     assert turn.most is not None
     if turn.below is turn.above is None:
@@ -537,6 +581,42 @@ def _turn_words(turn: Turn) -> str:
             pick = f"use {side.pick}" if side.pick else "keep native"
             said.append(f"between {least:,g} and {most:,g} ({beyond}: {pick})")
     return f"{name}: {', '.join(said)}"
+
+
+def _unsolved_words(why: Unsolved) -> str:
+    if why.number is None:
+        return why.text or "in its typical draw or layer the pick is too close to call"
+    return (
+        f"a batch has {why.number / 1e6:,.0f} million scores"
+        if why.kind == "scores"
+        else f"{why.number} ranks take long"
+    )
+
+
+def note_words(note: Note) -> Line:
+    """A note as people read it."""
+    if note.kind == "warning":
+        return Line(note.text or "", is_warning=True)
+    words = {
+        "skew_is_assumed": "the traffic's skew is assumed: a recording of your server may choose otherwise "
+        "(docs/servers.md)",
+        "plan_time_of_this_cpu": "time to plan was measured on this CPU (emulate.replication: plan_ms)",
+        "scored_where_chosen": "the pick was chosen and scored on the same traffic, so its speedup is slightly "
+        "optimistic",
+        "few_draws": f"{note.number} draws of the traffic give wide intervals: more draws tell more "
+        "(sweep.workload.seed)",
+        "one_layer": "speedups are of one MoE layer: a whole model gains less (docs/model.md)",
+        "mass_is_not_accuracy": "score mass is not accuracy: evaluate the model first (docs/quality.md)",
+        "of_traffic_alone": MODEL_CAVEAT,
+    }
+    if note.kind == "mixed_machines":
+        assert note.scope is not None
+        assert note.scale is not None
+        return Line(mixed_words(note.scope, note.scale))
+    if note.kind == "layers_differ":
+        assert note.layers is not None
+        return Line(skew_words(note.layers))
+    return Line(chance_words(note.number or 0)[0] if note.kind == "chance" else words[note.kind])
 
 
 _DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}
@@ -579,6 +659,13 @@ def _for(advice: Advice) -> str:
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
     within = f"at most {' and '.join(limits)}" if limits else "no bounds"
     return f"For {'; '.join(filter(None, map(said_once, (advice.titles, advice.ran_on, advice.links))))}; {within}."
+
+
+def assumed_link_words(figures: Iterable[str], *, is_crossing: bool) -> str:
+    """Which figures of a link are assumed, to stand behind its name; empty where none is."""
+    named = {"latency": "latency", "efficiency": "share of the bandwidth reached"}
+    words = ", ".join(named[figure] for figure in figures)
+    return words and f" (assumed {'between nodes' if is_crossing else 'inside a node'}: {words})"
 
 
 def costs_answers(missing_share: Any, retained_mass: Any) -> Any:

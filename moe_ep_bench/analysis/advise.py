@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.advice import (
     Case,
     Growth,
     HeldOut,
+    Note,
     Pass,
     RankTokens,
     Reason,
@@ -32,15 +33,17 @@ from moe_ep_bench.analysis.advice import (
     Versus,
     advice_json,
     advice_lines,
+    assumed_link_words,
     costs_answers,
     growth_words,
+    note_words,
     read_advice,
     read_advices,
     write_advice,
 )
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed
 from moe_ep_bench.analysis.columns import COSTS, Row, Table, interval, milliseconds, missing, number, render, text
-from moe_ep_bench.analysis.notes import MODEL_CAVEAT, WARNING, chance_words, layers_words, warnings
+from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.picks import BARRED, against, candidates, fastest
 from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
@@ -57,7 +60,7 @@ from moe_ep_bench.facts import (
     Workload,
     has_assumed_traffic,
 )
-from moe_ep_bench.facts.words import assumption_words, how_words, modelled_line
+from moe_ep_bench.facts.words import assumption_words, modelled_line
 from moe_ep_bench.placement import PLANS
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -135,10 +138,8 @@ def _assumed_links(facts: TimedFacts) -> str:
         return ""
     is_crossing = facts.num_ranks > links.ranks_per_node
     link = links.inter if is_crossing else links.intra
-    named = {"latency": "latency", "efficiency": "share of the bandwidth reached"}
-    assumed = [words for name, words in named.items() if getattr(link, f"{name}_basis", None) == "assumed"]
-    where = "between nodes" if is_crossing else "inside a node"
-    return f" (assumed {where}: {', '.join(assumed)})" if assumed else ""
+    assumed = [name for name in ("latency", "efficiency") if getattr(link, f"{name}_basis", None) == "assumed"]
+    return assumed_link_words(assumed, is_crossing=is_crossing)
 
 
 def _rows(store: Store, bounds: Bounds, versus: str | None) -> pd.DataFrame:
@@ -163,7 +164,7 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}", advice.versus)] if len(own) else []
     assumed = [one for one in advice.assumptions if one.kind != ASKED_LAYERS]  # which the first lines say
-    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *advice.notes))
+    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *map(note_words, advice.notes)))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
 
@@ -376,26 +377,32 @@ def _wide(rows: pd.DataFrame) -> set[str]:
     return set(rows.loc[is_wide, "comparison_id"])
 
 
-def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
+def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[Note]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
-    yield from dict.fromkeys(how_words(one.run, one.facts) for one in store.comparisons if one.facts.mixes_machines)
-    if any(_is_assumed(facts.workload) for facts in about["facts"]):
-        yield "the traffic's skew is assumed: a recording of your server may choose otherwise (docs/servers.md)"
-    yield from dict.fromkeys(filter(None, (layers_words(one.facts) for one in store.comparisons)))
+    mixed = [one for one in store.comparisons if one.facts.mixes_machines]
+    yield from dict.fromkeys(Note(kind="mixed_machines", scope=one.run.scope, scale=one.facts.scale) for one in mixed)
+    skews = [facts.workload.skew for facts in about["facts"]]
+    layers = dict.fromkeys(skew.layers for skew in skews if skew is not None and skew.layers is not None)
+    picks, origins = rows[rows["is_pick"]], about["origin"]
     plans = rows.loc[rows["rearrange_ms"].notna(), "policy_params"].map(json.loads)
-    if any(one.get("plan_ms") is None and one.get("rearrange") != "beside" for one in plans):
-        yield "time to plan was measured on this CPU (emulate.replication: plan_ms)"
-    picks = rows[rows["is_pick"]]
-    if len(picks) and rows.groupby("comparison_id").size().max() > 1:
-        yield "the pick was chosen and scored on the same traffic, so its speedup is slightly optimistic"
     few = about["num_draws"].between(2, _FEW_DRAWS) & about["comparison_id"].isin(_wide(rows))
+    num_verdicts = int(rows["speedup_is_interval"].eq(True).sum())
+    has_passes = "pass_ms" in natives and natives["pass_ms"].notna().all()
+    if any(_is_assumed(facts.workload) for facts in about["facts"]):
+        yield Note(kind="skew_is_assumed")
+    yield from (Note(kind="layers_differ", layers=one) for one in layers)
+    if any(one.get("plan_ms") is None and one.get("rearrange") != "beside" for one in plans):
+        yield Note(kind="plan_time_of_this_cpu")
+    if len(picks) and rows.groupby("comparison_id").size().max() > 1:
+        yield Note(kind="scored_where_chosen")
     if few.any():
-        draws = f"{about.loc[few, 'num_draws'].min():.0f} draws of the traffic give wide intervals"
-        yield f"{draws}: more draws tell more (sweep.workload.seed)"
-    yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
-    if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
-        yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
+        yield Note(kind="few_draws", number=int(about.loc[few, "num_draws"].min()))
+    if num_verdicts > 1:
+        yield Note(kind="chance", number=num_verdicts)
+    if about["scope"].eq("layer").all() and not has_passes:
+        yield Note(kind="one_layer")
     if costs_answers(picks["missing_share"], picks["retained_mass"]).any():
-        yield "score mass is not accuracy: evaluate the model first (docs/quality.md)"
-    yield from [MODEL_CAVEAT] if about["origin"].isin(NOT_EXECUTED).any() else []
-    yield from (WARNING + line for line in warnings(store))
+        yield Note(kind="mass_is_not_accuracy")
+    if origins.isin(NOT_EXECUTED).any():
+        yield Note(kind="of_traffic_alone")
+    yield from (Note(kind="warning", text=line.text) for line in warnings(store))

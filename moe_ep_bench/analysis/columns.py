@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from moe_ep_bench.facts.words import SHORTER, label_parts, label_words
+from moe_ep_bench.facts.words import SHORTER, Line, label_parts, label_words
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
@@ -389,7 +389,7 @@ class Table:
     frame: pd.DataFrame
     columns: Sequence[Column]
     title: str = ""
-    notes: Sequence[str] = ()
+    notes: Sequence[str | Line] = ()
     instead: str | None = None
     about: str = ""
 
@@ -406,6 +406,11 @@ class Table:
     @cached_property
     def cells(self) -> list[list[str]]:
         return [[column.shown(row) for column in self.columns] for row in self.rows]
+
+    @property
+    def lines(self) -> list[str]:
+        """What stands below: rows without numbers, then notes."""
+        return [*self.lost, *map(str, self.notes)]
 
     @property
     def lost(self) -> list[str]:
@@ -453,7 +458,7 @@ def wrapped(line: str, width: int | None, indent: str = "") -> str:
 
 def _text(table: Table, width: int | None) -> str:
     """An aligned table; the last columns, for which a terminal has no room, are named among the lines below it."""
-    columns, lines = list(table.columns), [*table.lost, *table.notes]
+    columns, lines = list(table.columns), table.lines
     cells = [[column.title for column in columns], *table.cells]
     sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
     number = len(columns)
@@ -492,7 +497,7 @@ def _latex(table: Table) -> str:
     lines += [rf"\caption{{{escape_latex(table.title.rstrip('.'))}.}}"] * bool(table.title)
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
     lines += [r"\end{tabular}"]
-    if notes := [" ".join(line.split()) for line in (table.about, *table.lost, *table.notes) if line]:
+    if notes := [" ".join(line.split()) for line in (table.about, *table.lines) if line]:
         notes = [f"{escape_latex(line[:1].upper() + line[1:].rstrip('.'))}." for line in notes]
         lines += ["", r"\smallskip", r"\begin{minipage}{\linewidth}", r"\footnotesize", "\n\n".join(notes)]
         lines += [r"\end{minipage}"]
@@ -505,5 +510,5 @@ def _markdown(table: Table) -> str:
     rule = ["---" if column.is_words else "---:" for column in table.columns]
     rows = [map(escape_markdown, header), rule, *(map(escape_markdown, row) for row in body)]
     lines = [f"| {' | '.join(row)} |" for row in rows] if table.columns else []
-    notes = "\n".join(f"- {escape_markdown(line)}" for line in (*table.lost, *table.notes))
+    notes = "\n".join(f"- {escape_markdown(line)}" for line in table.lines)
     return "\n\n".join(part for part in (escape_markdown(table.heading), "\n".join(lines), notes) if part)

@@ -45,16 +45,31 @@ from moe_ep_bench.analysis.columns import (
     render,
     text,
 )
-from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
+from moe_ep_bench.analysis.notes import (
+    BOTH_RANKS,
+    CHANGES,
+    INCONCLUSIVE,
+    ONE_LAUNCH,
+    OVERSUBSCRIBED,
+    chance_words,
+    conditions_differ,
+    equivalence_words,
+    equivalent_words,
+    gate_lines,
+    lost_words,
+    native_moved,
+    rerouted_words,
+    threads_words,
+    work_differs,
+)
 from moe_ep_bench.analysis.store import ITERATION, Store, jobs
 from moe_ep_bench.facts import NOT_EXECUTED, Pairs, TimedFacts
-from moe_ep_bench.facts.words import describe_links, device_words
+from moe_ep_bench.facts.words import Line, describe_links, device_words
 from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ResultsError, ValidationDirectory, read_document
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
-    MIN_BATCHES,
     Estimate,
     NoiseFloor,
     equivalence,
@@ -100,13 +115,13 @@ class Change(NamedTuple):
     cases: pd.DataFrame
     tables: list[Table]
     heading: list[str]
-    answer: list[str]
+    answer: list[Line]
     limit: float | None = None
 
 
 def change_text(change: Change) -> str:
     """The tables, and the answer last."""
-    parts = ("\n".join(change.heading), render(change.tables, "text"), "\n".join(change.answer))
+    parts = ("\n".join(change.heading), render(change.tables, "text"), "\n".join(map(str, change.answer)))
     return "\n\n".join(filter(None, parts))
 
 
@@ -140,13 +155,9 @@ def _side_by_side(sides: Sides, frames: Sequence[pd.DataFrame], ratios: Sequence
 
 def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
     """Why a row has no numbers of some run, by what runs are called; None where it has all."""
-    lost = []
-    for run, name in runs.items():
-        if missing(status := row[f"status_{run}"]):
-            return f"only in {next(other for key, other in runs.items() if key != run)}"
-        if status != "ok":
-            lost.append(f"{status} in {name}: {' '.join(row[f'reason_{run}'].split())}")
-    return "; ".join(lost) or None
+    found = {name: row[f"status_{run}"] for run, name in runs.items() if not missing(row[f"status_{run}"])}
+    lost = {name: (found[name], row[f"reason_{run}"]) for run, name in runs.items() if found.get(name, "ok") != "ok"}
+    return lost_words(lost, only_in=next(iter(found)) if len(found) < len(runs) else None)
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -245,40 +256,47 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
     verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOT_EXECUTED, is_oversubscribed=is_shared)
     reasons = {
-        "answers are not as long as native's": any((row[f"other_length_share_{run}"] or 0) > 0 for run in _JOBS.runs),
-        "nothing to divide: no common batch, no native, or a time of 0": ratio is None,
-        f"fewer than {MIN_BATCHES} batches give no interval": not found["change_is_interval"],
-        OVERSUBSCRIBED: is_shared,
-        "a run lacks its noise floor": floor is None,
-        "the interval lies partly in the noise floor": verdict == "inconclusive",
+        "other_length": any((row[f"other_length_share_{run}"] or 0) > 0 for run in _JOBS.runs),
+        "no_ratio": ratio is None,
+        "few_batches": not found["change_is_interval"],
+        "oversubscribed": is_shared,
+        "no_floor": floor is None,
+        "in_floor": verdict == "inconclusive",
     }
-    why = next((words for words, holds in reasons.items() if holds), None)
+    why = next((INCONCLUSIVE[reason] for reason, holds in reasons.items() if holds), None)
     return found | {"verdict": "inconclusive" if why else _WORDS.get(verdict, verdict), "why": why}
 
 
-def _conditions(store: Store) -> dict[str, dict[str, str]]:
+# Facts of conditions by name, with what people read of them.
+Known = dict[str, tuple[Any, str]]
+
+
+def _conditions(store: Store) -> dict[str, Known]:
     """Recorded ``_CONDITIONS`` of each comparison; if several jobs measured it, those of the last one."""
     found = {}
     for one in store.comparisons:
         measured = [launch.run_id for launch in one.conditions.values()]
         job = one.run.runs.get(measured[-1] if measured else one.run.run_id)
-        known = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
+        facts = {**(job.environment if job else {}), **one.facts.model_dump(mode="json")}
+        known = {key: _condition(facts[key]) for key in _CONDITIONS if facts.get(key) is not None}
         if isinstance(one.facts, TimedFacts):
-            known["links"] = one.facts.links and describe_links(one.facts.links, one.facts.exchange)
-            known["device"] = one.facts.device and device_words(one.facts)
-        found[one.comparison_id] = {key: _text(known[key]) for key in _CONDITIONS if known.get(key) is not None}
+            if (links := one.facts.links) is not None:
+                known["links"] = (links, one.facts.exchange), describe_links(links, one.facts.exchange)
+            if one.facts.device is not None:
+                known["device"] = (one.facts.device, one.facts.expert_rows), device_words(one.facts)
+        found[one.comparison_id] = known
     return found
 
 
-def _text(value: Any) -> str:
+def _condition(value: Any) -> tuple[Any, str]:
     if isinstance(value, dict) and "ran" in value:  # what ran of what was asked for
-        return value["ran"]
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        value = value["ran"]
+    return value, value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _outcome(row: Row, limit: float | None) -> str | None:
     """The gate's answer: slower, open or passed; None without a limit, and of a new case, which is no gap."""
-    if limit is None or row["not_compared"] == "only in NEW":
+    if limit is None or missing(row["status_base"]):
         return None
     if row["verdict"] == "slower" and row["change_ratio"] > 1 + limit:
         return "slower"
@@ -300,44 +318,34 @@ def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(rows["role"] == "baseline") & rows["verdict"].isin(["slower", "faster"])]
 
 
-def _notes(rows: pd.DataFrame, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def _notes(rows: pd.DataFrame, then: Known, now: Known) -> Iterator[str | Line]:
     """What is needed to read a comparison's rows; conditions of either job that the other did not record are alike."""
-    yield (
-        "change: NEW over BASE [95 % interval], for native of its time, for other cases of their time over native's; "
-        "floor: how far native differs from native again, both runs together"
-    )
+    yield CHANGES
     yield from chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
     if rows["origin_new"].eq("measured").any() and rows["change_num_launches"].max() == 1:
-        yield "one launch: intervals do not cover differences between jobs; several (measure.launches, serve.starts) do"
+        yield ONE_LAUNCH
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
-    if differing := [f"{key} {then[key]} -> {now[key]}" for key in then if now.get(key, then[key]) != then[key]]:
-        yield f"{WARNING}conditions differ: {', '.join(differing)}"
-    for name, words in (("dropped_share", "drops"), ("rerouted_share", "reroutes"), ("retained_mass", "keeps")):
+    differing = [name for name in then if name in now and now[name][0] != then[name][0]]
+    if differing:
+        yield conditions_differ({name: (then[name][1], now[name][1]) for name in differing})
+    for name in ("dropped_share", "rerouted_share", "retained_mass"):
         differ = rows[(rows[f"{name}_new"] - rows[f"{name}_base"]).abs() > _ROUTING_STEP]
         for row in differ.to_dict("records"):  # equal ids mean equal routing
-            shares = [f"{100 * row[f'{name}_{run}']:.1f} %" for run in ("base", "new")]
-            yield f"{WARNING}{row['label']} {words} {shares[0]} in BASE and {shares[1]} in NEW: not of the same work"
+            yield work_differs(row["label"], name, row[f"{name}_base"], row[f"{name}_new"])
     for row in _native_moved(rows).to_dict("records"):
-        yield (
-            f"{WARNING}native itself became {row['verdict']} ({_percent(row['change_ratio'])} %): the machine changed, "
-            "or code that all cases share"
-        )
+        yield native_moved(row["verdict"], _percent(row["change_ratio"]))
 
 
-def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[str]:
+def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[Line]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
     policies = rows[rows["role"].isin(_JUDGED_ROLES)]
-    policies = policies[~policies["not_compared"].isin(["only in BASE", "only in NEW"])]
+    policies = policies[policies["status_base"].notna() & policies["status_new"].notna()]
     counts = policies["verdict"].fillna("inconclusive").value_counts()
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
-    yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in shown)
+    yield Line(f"{len(policies)} policies: {', '.join(f'{counts.get(verdict, 0)} {verdict}' for verdict in shown)}")
     if limit is not None:
-        slower, still_open = (", ".join(rows["label"][rows["outcome"] == name]) for name in ("slower", "open"))
-        over = f"slower by more than {100 * limit:g} %"
-        yield f"{over}, beyond noise: {slower or 'none'}"
-        if still_open:
-            yield f"{WARNING}undecided whether {over}: {still_open}"
+        yield from gate_lines(limit, *(rows["label"][rows["outcome"] == name] for name in ("slower", "open")))
 
 
 # ---- validate --------------------------------------------------------------------------------------------------------
@@ -345,7 +353,7 @@ def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[str]:
 _SPEEDUP = ends("speedup", of=ESTIMATE)
 _RANKS = Sides(
     runs={"real": "the real run", "emulated": "the emulated run"},
-    key=["comparison", "role", "policy", "policy_params", "quantity"],  # ids differ: they say how it was measured
+    key=["pair", "role", "policy", "policy_params", "quantity"],  # cases' ids differ: they say how it was measured
     about=["label", *COSTS],
     numbers=["case_id", "status", "reason", "median_ms", *_SPEEDUP, "oversubscribed", "threads", "loads"],
     shown=(
@@ -373,52 +381,53 @@ def compare_ranks(directory: Path) -> Change:
     written = read_document(files.pairs, Pairs)
     stores = [load(root, join_draws=False) for root in (files.real, files.emulated)]
     about = comparisons(stores[0]).set_index("comparison_id")
-    titles = {name: str(about.at[pair[0], "title"]) for pair in written.pairs for name in pair}
-    rows = _side_by_side(_RANKS, *zip(*(_rows_and_ratios(store, titles) for store in stores), strict=True))
+    pairs = {name: pair[0] for pair in written.pairs for name in pair}
+    rows = _side_by_side(_RANKS, *zip(*(_rows_and_ratios(store, pairs) for store in stores), strict=True))
     rows = rows[rows["case_id_real"].notna()]
-    why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
+    why = {pair: _incomparable(group) for pair, group in rows.groupby("pair")}
     verdicts = [
-        equivalence(None if why[title] else ratio, written.margin) if role in _CLAIMS else None
-        for ratio, title, role in zip(rows["change"], rows["comparison"], rows["role"], strict=True)
+        equivalence(None if why[pair] else ratio, written.margin) if role in _CLAIMS else None
+        for ratio, pair, role in zip(rows["change"], rows["pair"], rows["role"], strict=True)
     ]
     ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in rows["change"]], rows.index)
     rows = rows.drop(columns=["loads_real", "loads_emulated", "change"]).join(ends)
-    rows = rows.assign(why=rows["comparison"].map(why), verdict=pd.Series(verdicts, rows.index))
+    rows = rows.assign(why=rows["pair"].map(why), verdict=pd.Series(verdicts, rows.index))
+    rows = rows.assign(pair=rows["pair"].map(about["title"])).rename(columns={"pair": "comparison"})
     ran = about.loc[[first for first, _ in written.pairs]]
     margin = f"{100 * written.margin:g} %"
     notes = [
         *(f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()),
         f"links: {describe_links(written.links, written.exchange)}",
-        *(f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words),
-        f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {margin} (two one-sided "
-        "tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch",
+        *(Line(f"not comparable: {words}", is_warning=True) for words in dict.fromkeys(why.values()) if words),
+        equivalence_words(margin),
     ]
     alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
     columns = [column for column in _RANKS.shown if column.name not in alike]
     columns += [*lost_columns(rows), COLUMNS["retained_mass"]]
-    title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated and real ranks"
+    title = rows["comparison"].iloc[0] if "comparison" in alike else BOTH_RANKS
     of_controls = rows["role"].map({"baseline": "native", "noise": "floor"})
     shown = rows.assign(shown_verdict=rows["verdict"].fillna(of_controls))
-    return Change(rows, [Table(shown, columns, title, notes, "not_compared")], [], [_equivalent_words(rows, margin)])
+    answer = [Line(_equivalent_words(rows, margin))]
+    return Change(rows, [Table(shown, columns, title, notes, "not_compared")], [], answer)
 
 
-def _rows_and_ratios(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """A row per case and quantity of one run, and per iteration of its claims; ``comparison`` is the real title."""
+def _rows_and_ratios(store: Store, of_pair: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A row per case and quantity of one run, and per iteration of its claims; ``pair`` is the real comparison's id."""
     pairs = routing(store).sort_values(["batch", "layer"], na_position="first")
     loads = (pairs["load_E"].map(tuple) + pairs["pairs_RR"].map(tuple)).groupby(pairs["case_id"]).agg(tuple)
     frame = cases(store).assign(
-        comparison=lambda rows: rows["comparison_id"].map(titles),
+        pair=lambda rows: rows["comparison_id"].map(of_pair),
         quantity=ALL,
         loads=lambda rows: rows["case_id"].map(loads),
         threads=jobs(store)["environment"].iloc[-1].get("threads_per_rank"),
     )
-    frame = frame[frame["comparison"].notna()]
+    frame = frame[frame["pair"].notna()]
     claims = frame[frame["role"].isin(_CLAIMS)]
     if frame["scope"].eq("model").any():
         moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _SPEEDUP}}
         frame = pd.concat([frame, claims.drop(columns=list(moe.values())).rename(columns=moe).assign(quantity=MOE)])
     speedups = timings(store).rename(columns={"speedup": "ratio"})
-    return frame, speedups.merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
+    return frame, speedups.merge(claims[["case_id", "pair", "policy", "policy_params"]], on="case_id")
 
 
 def _incomparable(rows: pd.DataFrame) -> str | None:
@@ -428,22 +437,18 @@ def _incomparable(rows: pd.DataFrame) -> str | None:
     if first["oversubscribed_real"]:
         return OVERSUBSCRIBED
     if first["threads_real"] != first["threads_emulated"]:
-        threads = f"{first['threads_real']} thread(s), the emulated one with {first['threads_emulated']}"
-        return f"each real rank computed with {threads}"
-    return f"routing is not the same in both runs: {', '.join(rerouted)}" if len(rerouted) else None
+        return threads_words(first["threads_real"], first["threads_emulated"])
+    return rerouted_words(rerouted) or None
 
 
 def _equivalent_words(rows: pd.DataFrame, margin: str) -> str:
-    """``k of n speedups are equivalent within m %; largest difference x %``; of MoE layers alone the same."""
+    """How many speedups are equivalent; of MoE layers alone the same."""
     parts = []
     for quantity, claims in rows[rows["verdict"].notna()].groupby("quantity", sort=False):
-        counts = claims["verdict"].value_counts()
         of = "speedups" if quantity == ALL else f"speedups of {quantity} alone"
-        line = f"{counts.get('equivalent', 0)} of {len(claims)} {of} are equivalent within {margin}"
-        others = [f"{counts[verdict]} {verdict}" for verdict in ("different", "inconclusive") if verdict in counts]
         largest = (claims["ratio_median"].astype(float) - 1).abs().max()
-        line += f" ({', '.join(others)})" if others else ""
-        parts.append(line + ("" if pd.isna(largest) else f", largest difference {100 * largest:.1f} %"))
+        counts = claims["verdict"].value_counts().to_dict()
+        parts.append(equivalent_words(of, counts, margin, None if pd.isna(largest) else largest))
     return "; ".join(parts)
 
 

@@ -1,23 +1,27 @@
 """What has to be known to read a comparison's numbers: sentences, and the facts that fill them.
 
 A sentence stands where its fact holds: neither missing nor zero nor empty. Of a list a line stands for each entry, a
-tuple fills several braces. Warnings forbid or weaken a reading; they come last and begin with ``warning:``.
+tuple fills several braces. Warnings come last.
+
+Tables of other modules, of two runs side by side and of papers' claims have their sentences here too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing
+from moe_ep_bench.analysis.columns import SAME_KERNELS
 from moe_ep_bench.analysis.store import KINDS, Comparison, Store
-from moe_ep_bench.facts import ComparisonFacts, Conditions, PeakLoads, ServedFacts, TimedFacts
+from moe_ep_bench.facts import ComparisonFacts, Conditions, JudgedFacts, PeakLoads, ServedFacts, TimedFacts
 from moe_ep_bench.facts.words import (
+    Line,
     component_words,
     fit_words,
     graph_words,
@@ -26,7 +30,7 @@ from moe_ep_bench.facts.words import (
     skew_words,
     spare_words,
 )
-from moe_ep_bench.machine.monitor import disturbances, power_words
+from moe_ep_bench.machine.monitor import Capped, Slowed, Taken, capped, disturbances
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
@@ -43,7 +47,6 @@ MOST_DROPPED = 0.95
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _MOST_BUNCHED = 1.5  # tokens at one moment
 _LEAST_IDLE = 0.05
-WARNING = "warning: "
 
 FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
 
@@ -51,40 +54,24 @@ MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of 
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: do not compare phase shares with a paper's"
+NO_TIMES = "loads are no times, and no speed is claimed"
 READING = "loads, activated experts and traffic include computed padding; drops and mass kept cover valid tokens only"
 
 # A sentence with braces, and what fills them.
 Note = tuple[str, Any]
 
 
-class Line(NamedTuple):
-    """A sentence of a comparison.
-
-    Attributes:
-        place: of its kind among all sentences; what voids a result has the first.
-        is_warning: it forbids or weakens a reading.
-    """
-
-    place: int
-    is_warning: bool
-    text: str
-
-
-def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
-    """What has to be known to read a comparison's numbers, a sentence each; warnings, last, begin with ``WARNING``."""
-    return [WARNING * line.is_warning + line.text for line in _lines_of(store, directory, comparison_id)]
-
-
-def warnings(store: Store) -> list[str]:
+def warnings(store: Store) -> list[Line]:
     """The warnings of all comparisons, each once: what voids a result first, whichever comparison it is of."""
     routed = (one for one in store.comparisons if one.run.mode != "quality")
-    lines = [line for one in routed for line in _lines_of(store, one.directory, one.comparison_id)]
+    lines = [line for one in routed for line in notes(store, one.directory, one.comparison_id)]
     found = sorted((line for line in lines if line.is_warning), key=attrgetter("place"))
-    return list(dict.fromkeys(line.text for line in found))
+    return list({line.text: line for line in found}.values())
 
 
 @lru_cache(maxsize=256)
-def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
+def notes(store: Store, directory: str, comparison_id: str) -> list[Line]:
+    """What has to be known to read a comparison's numbers, a sentence each; warnings last."""
     one, frame = store.by_id[directory, comparison_id], cases(store)
     rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
     ok = rows[rows["status"] == "ok"]
@@ -101,7 +88,7 @@ def _lines_of(store: Store, directory: str, comparison_id: str) -> list[Line]:
 def _sentences(said: Sequence[Note], weak: Sequence[Note]) -> list[Line]:
     """Lines of what is said and of what is warned of."""
     return [
-        Line(place, is_warning, text)
+        Line(text, is_warning, place)
         for is_warning, sentences in ((False, said), (True, weak))
         for place, note in enumerate(sentences)
         for text in _lines(*note)
@@ -238,7 +225,7 @@ def _of_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFrame)
             len(detectable) > 0 and not facts.whole and (detectable.min(), detectable.max()),
         ),
         ("{}", chance_words(int(judged["speedup_is_interval"].eq(True).sum()))),
-        ("{}", list(dict.fromkeys(power_words([state for _, state in launch.machines]) for launch in launches))),
+        ("{}", list(dict.fromkeys(power_words(capped([of for _, of in launch.machines])) for launch in launches))),
         ("median SM clock before the iterations of each case, MHz: {}", _clock_words(ok)),
         (
             "MoE share f, MoE speedup s: of breakdown iterations; by Amdahl: 1 / (1 - f + f / s) with native's f; no "
@@ -331,7 +318,7 @@ def _weak_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFram
     return [
         (
             "disturbed machine: {}",
-            list(dict.fromkeys(line for launch in launches for line in disturbances(launch.machines))),
+            list(dict.fromkeys(disturbance_words(one) for launch in launches for one in disturbances(launch.machines))),
         ),
         (
             "warm-up did not settle: its last round differs by {} from the round before",
@@ -371,6 +358,37 @@ def _weak_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFram
         (OVERSUBSCRIBED, facts.oversubscribed),
         ("{}", facts.fit and fit_words(facts.fit)),
     ]
+
+
+# NVML's reasons for a low clock.
+_SLOWDOWNS = {
+    "hw_thermal": "heat",
+    "sw_thermal": "heat",
+    "hw_power_brake": "the brake of its power supply",
+    "hw_slowdown": "its hardware (heat or power)",
+}
+
+
+def disturbance_words(what: Taken | Slowed) -> str:
+    """The CPU's words have no share of the host: a rank may be bound to some of its cores, and others work on any."""
+    if isinstance(what, Slowed):
+        reason = _SLOWDOWNS[what.reason]
+        return f"rank {what.rank}'s GPU was slowed down by {reason} in {100 * what.share:.3g} % of the samples"
+    who = {"processes": "other processes used", "hypervisor": "the hypervisor took"}[what.by]
+    cores = f"{what.cores:.2f} cores of {what.host} while it was timed"
+    return f"{who} {cores} (a rank may use {what.num_cores})"
+
+
+def power_words(held: Capped | None) -> str:
+    """How often the slowest GPU was held back by its power limit, and its clocks; empty where none was."""
+    if held is None:
+        return ""
+    low, median, high = held.clock_mhz
+    words = f"SM clock {low:,.0f} to {high:,.0f} MHz, median {median:,.0f}"
+    if held.num_gpus > 1:
+        words += f"; {held.num_capped} of {held.num_gpus} GPUs were capped, the fastest's median is"
+        words += f" {held.fastest_mhz:,.0f}"
+    return f"rank {held.rank}'s GPU was power-capped in {100 * held.share:.3g} % of the samples: {words}"
 
 
 def _clock_words(ok: pd.DataFrame) -> str:
@@ -478,3 +496,136 @@ def chance_words(number: int) -> list[str]:
         f"if nothing differed, chance alone would call up to {number * alpha:.1f} of these {number} verdicts "
         f"({number} x {100 * alpha:.0f} %)"
     ]
+
+
+# ---- two runs side by side -------------------------------------------------------------------------------------------
+
+CHANGES = (
+    "change: NEW over BASE [95 % interval], for native of its time, for other cases of their time over native's; "
+    "floor: how far native differs from native again, both runs together"
+)
+BOTH_RANKS = "Emulated and real ranks"
+ONE_LAUNCH = "one launch: intervals do not cover differences between jobs; several (measure.launches, serve.starts) do"
+# Why a change has no verdict.
+INCONCLUSIVE = {
+    "other_length": "answers are not as long as native's",
+    "no_ratio": "nothing to divide: no common batch, no native, or a time of 0",
+    "few_batches": f"fewer than {MIN_BATCHES} batches give no interval",
+    "oversubscribed": OVERSUBSCRIBED,
+    "no_floor": "a run lacks its noise floor",
+    "in_floor": "the interval lies partly in the noise floor",
+}
+
+
+def lost_words(lost: Mapping[str, tuple[str, str]], only_in: str | None) -> str | None:
+    """Why a case has no numbers of some run: status and reason by run, or the run that alone has it; None = it has."""
+    if only_in is not None:
+        return f"only in {only_in}"
+    return "; ".join(f"{status} in {run}: {' '.join(reason.split())}" for run, (status, reason) in lost.items()) or None
+
+
+def conditions_differ(differing: Mapping[str, tuple[str, str]]) -> Line:
+    """Conditions of BASE and NEW by name."""
+    return Line(f"conditions differ: {', '.join(f'{name} {a} -> {b}' for name, (a, b) in differing.items())}", True)
+
+
+def work_differs(label: str, quantity: str, base: float, new: float) -> Line:
+    """A share by which the work of a case differs from run to run."""
+    does = {"dropped_share": "drops", "rerouted_share": "reroutes", "retained_mass": "keeps"}[quantity]
+    shares = f"{100 * base:.1f} % in BASE and {100 * new:.1f} % in NEW"
+    return Line(f"{label} {does} {shares}: not of the same work", True)
+
+
+def native_moved(verdict: str, change: str) -> Line:
+    """Native's own time changed, by a signed percentage."""
+    return Line(f"native itself became {verdict} ({change} %): the machine changed, or code that all cases share", True)
+
+
+def gate_lines(limit: float, slower: Iterable[str], still_open: Iterable[str]) -> Iterator[Line]:
+    """The labels that a gate stops, and those on which it could not decide."""
+    over = f"slower by more than {100 * limit:g} %"
+    yield Line(f"{over}, beyond noise: {', '.join(slower) or 'none'}")
+    if words := ", ".join(still_open):
+        yield Line(f"undecided whether {over}: {words}", True)
+
+
+def rerouted_words(labels: Iterable[str]) -> str:
+    """Cases that were routed otherwise in both runs; empty where none was."""
+    words = ", ".join(labels)
+    return words and f"routing is not the same in both runs: {words}"
+
+
+def threads_words(real: int, emulated: int) -> str:
+    return f"each real rank computed with {real} thread(s), the emulated one with {emulated}"
+
+
+def equivalence_words(margin: str) -> str:
+    """What the verdicts of ``validate`` mean."""
+    return (
+        f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {margin} (two one-sided "
+        "tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch"
+    )
+
+
+def equivalent_words(of: str, counts: Mapping[str, int], margin: str, largest: float | None) -> str:
+    """``k of n speedups are equivalent within m %; largest difference x %``, by verdict of one quantity."""
+    line = f"{counts.get('equivalent', 0)} of {sum(counts.values())} {of} are equivalent within {margin}"
+    others = [f"{counts[verdict]} {verdict}" for verdict in ("different", "inconclusive") if verdict in counts]
+    line += f" ({', '.join(others)})" if others else ""
+    return line + ("" if largest is None else f", largest difference {100 * largest:.1f} %")
+
+
+# ---- answers, and papers' claims -------------------------------------------------------------------------------------
+
+
+def answers_title(facts: JudgedFacts, title: str) -> str:
+    """Of the table of cross-entropies."""
+    return f"{title}: answers of the whole model, routing of {facts.num_ranks} virtual ranks; not timed"
+
+
+def entropy_words(num_batches: float) -> str:
+    """What cross-entropy is set against, and its error."""
+    interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
+    if num_batches < MIN_BATCHES:
+        interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {num_batches:.0f}"
+    return f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"
+
+
+ORDERINGS = (
+    "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
+    "95 % interval, Student's t over batches, of all checkpoints over their means"
+)
+
+
+def task_lines(facts: JudgedFacts | ServedFacts) -> list[str]:
+    """Whose errors stand beside scores, and how tasks were asked."""
+    how = (
+        f"{facts.batch_size} requests are routed together, on {facts.num_ranks} virtual ranks; "
+        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed"
+        if isinstance(facts, JudgedFacts)
+        else f"{facts.task}: asked of live servers, of which native is the unpatched one; what a policy dropped is "
+        "in its server's log"
+    )
+    lines = [
+        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+        "number is their mean; that requests of a batch share their routing is not in them",
+        how,
+    ]
+    return lines if facts.limit is None else [*lines, f"the first {facts.limit:.0f} questions of each task only"]
+
+
+UNCLAIMED = "the case or its baseline was not measured"
+OURS = (
+    "ours: mean over draws (seeds or recorded layers) of the traffic that was chosen beforehand; range: "
+    "smallest to largest such mean of all traffics; draws: how many, the smallest and the largest; dropped, "
+    "rerouted (together missing): shares of the top-k pairs, in %; rows with the largest disagreement come first"
+)
+OVER_TOPK = f"over topk: ours over topk, {SAME_KERNELS}, where native differs from it"
+WHY_THEY_DIFFER = "Why they differ, and what was inferred"
+NOT_CHOSEN = "the config's first traffic, for none was chosen beforehand"
+
+
+def claims_title(*, are_layers: bool, how: str) -> str:
+    """Of the table of papers' numbers."""
+    ours = "one layer here" if are_layers else "whole models here, from end to end"
+    return f"Papers' numbers and {ours}: {how}"

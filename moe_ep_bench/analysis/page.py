@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.advice import advice_lines, read_advices
 from moe_ep_bench.analysis.cases import cases, comparisons, differs_from_topk, load
 from moe_ep_bench.analysis.columns import COLUMNS, SAME_KERNELS
 from moe_ep_bench.analysis.drawing import Drawing
-from moe_ep_bench.analysis.notes import warnings
+from moe_ep_bench.analysis.notes import NO_TIMES, warnings
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
@@ -96,7 +96,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         same_kernels=SAME_KERNELS,
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
-        warnings=warnings(store),
+        warnings=[line.text for line in warnings(store)],
         images=images,
         tables=tables(store, list(VIEWS)),
         jobs=jobs(store).to_dict("records"),
@@ -113,7 +113,7 @@ def _line(store: Store) -> str:
     words = f"{said_once(facts['how'])}{on and f': {on}'}"
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
     notes = [count_words(cases(store)), *["weights are random"] * random]
-    notes += ["loads are no times, and no speed is claimed"] if cases(store)["median_ms"].isna().all() else []
+    notes += [NO_TIMES] if cases(store)["median_ms"].isna().all() else []
     return f"{words[:1].upper()}{words[1:]}; {'; '.join(notes)}."
 
 

@@ -19,7 +19,6 @@ from moe_ep_bench.analysis.cases import cases, differs_from_topk, load, routing,
 from moe_ep_bench.analysis.columns import (
     LOST,
     NONE,
-    SAME_KERNELS,
     Column,
     Row,
     Table,
@@ -29,7 +28,15 @@ from moe_ep_bench.analysis.columns import (
     render,
     text,
 )
-from moe_ep_bench.analysis.notes import layers_words
+from moe_ep_bench.analysis.notes import (
+    NOT_CHOSEN,
+    OURS,
+    OVER_TOPK,
+    UNCLAIMED,
+    WHY_THEY_DIFFER,
+    claims_title,
+    layers_words,
+)
 from moe_ep_bench.analysis.store import ITERATION, Store, with_draws_apart
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.facts.words import said_once
@@ -46,7 +53,7 @@ _OURS_OF = {"layer": "a layer", "end_to_end": "end to end", "layers": "all MoE l
 # Microseconds and experts: one decimal is enough.
 _COARSE = ("time_us", "num_activated")
 # Behind a traffic that is shown, though it was not chosen.
-_NOT_CHOSEN = " (first)"
+_FIRST = "(first)"
 _VALUES = ["ours", "ours_low", "ours_high"]
 _MEANS = ["ours", "over_topk", *LOST]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
@@ -162,7 +169,7 @@ def _why_not(case: Row, against: Row | None) -> str:
     """Why a claim has no number of ours."""
     lost = [row for row in (case, against) if row is not None and row["status"] != "ok"]
     reasons = [f"{row['label']}: {row['status']}: {row['reason']}" for row in lost]
-    return "; ".join(reasons) or "the case or its baseline was not measured"
+    return "; ".join(reasons) or UNCLAIMED
 
 
 def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, float, float] | None:
@@ -276,28 +283,22 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
             "range",
             cell=lambda row: f"{_ours(row, 'least')} to {_ours(row, 'most')}" if row["least"] < row["most"] else NONE,
         ),
-        Column("traffic", "traffic", cell=lambda row: row["traffic"] + ("" if row["primary"] else _NOT_CHOSEN)),
+        Column("traffic", "traffic", cell=lambda row: row["traffic"] + ("" if row["primary"] else f" {_FIRST}")),
         Column("draws", "draws", cell=_draws),
         *lost_columns(rows),
     ]
-    notes = [
-        "ours: mean over draws (seeds or recorded layers) of the traffic that was chosen beforehand; range: "
-        "smallest to largest such mean of all traffics; draws: how many, the smallest and the largest; dropped, "
-        "rerouted (together missing): shares of the top-k pairs, in %; rows with the largest disagreement come first"
-    ]
-    notes += [f"over topk: ours over topk, {SAME_KERNELS}, where native differs from it"] if of_topk else []
+    notes = [OURS, *[OVER_TOPK] * bool(of_topk)]
     known = rows[rows["primary"] & rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} was chosen: {row.primary_because}" for row in known.itertuples()]
     if not rows["primary"].all():
-        notes.append(f"{_NOT_CHOSEN.strip()}: the config's first traffic, for none was chosen beforehand")
+        notes.append(f"{_FIRST}: {NOT_CHOSEN}")
     claimed = set(rows["comparison_id"])
     about = (one.facts for one in with_draws_apart(store).comparisons if one.comparison_id in claimed)
     notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := layers_words(facts)))
-    ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
     ran = measured(store)
     used = {name: said_once(ran[name]) for name in ("device", "links")}
     how = "; ".join([said_once(ran["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
-    return Table(rows, columns, f"Papers' numbers and {ours}: {how}", notes)
+    return Table(rows, columns, claims_title(are_layers=rows["ours_of"].eq("layer").all(), how=how), notes)
 
 
 def _ours(row: Row, column: str, none: str = "not measured") -> str:
@@ -326,4 +327,4 @@ def _reasons(rows: pd.DataFrame) -> Table:
     """Each reason once, with the numbers of its claims."""
     by_note = rows.sort_values("number").groupby("note", sort=False)["number"]
     lines = [f"{', '.join(map(str, numbers))}: {str(note).strip()}" for note, numbers in by_note]
-    return Table(pd.DataFrame(), (), "Why they differ, and what was inferred", lines)
+    return Table(pd.DataFrame(), (), WHY_THEY_DIFFER, lines)

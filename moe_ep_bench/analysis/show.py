@@ -12,7 +12,7 @@ import pandas as pd
 from moe_ep_bench import papers
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import PROGRAMS, Table, render, terminal_width, text, wrapped
-from moe_ep_bench.analysis.notes import WARNING, warnings
+from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.store import Store, is_validation
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, frames, public_names, short_table, tables
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, check_known, did_you_mean
@@ -126,7 +126,7 @@ def end_of_run(directory: Path) -> str:
     listed = [short_table(store, rows) for _, rows in frame.groupby(COMPARISON, sort=False)]
     line = wrapped(modelled_line(one.facts for one in store.comparisons), _SHORT_WIDTH, "")
     blocks = [line, render(listed, "text", width=_SHORT_WIDTH)]
-    notes = [wrapped(WARNING + line, _SHORT_WIDTH, "  ") for line in warnings(store)[:3]]
+    notes = [wrapped(str(line), _SHORT_WIDTH, "  ") for line in warnings(store)[:3]]
     where = f"{count_words(frame)}; in {directory}\nmore: moe-ep-bench show {directory}; moe-ep-bench plot {directory}"
     return "\n\n".join(filter(None, [*blocks, "\n".join(notes), where]))
 

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import pandas as pd
 
@@ -32,14 +33,21 @@ from moe_ep_bench.analysis.columns import (
     short_labels,
     text,
 )
-from moe_ep_bench.analysis.notes import chance_words, leaves_idle, notes
+from moe_ep_bench.analysis.notes import (
+    ORDERINGS,
+    answers_title,
+    chance_words,
+    entropy_words,
+    leaves_idle,
+    notes,
+    task_lines,
+)
 from moe_ep_bench.analysis.reduce import OF_LAYER, OF_PASS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts import JudgedFacts
-from moe_ep_bench.facts.words import scale_words
+from moe_ep_bench.facts.words import Line, scale_words
 from moe_ep_bench.schema import REHEARSAL
-from moe_ep_bench.timing.statistics import BELOW_MODEL, MIN_BATCHES
+from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH, _LABEL_WIDTH = 90, 28
 MAX_RANKS = 64
@@ -61,7 +69,7 @@ def _conditions(rows: pd.DataFrame) -> str:
     return f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}, {facts['dtype']}, {scale_words(facts['scale'])}"
 
 
-def _notes(store: Store, rows: pd.DataFrame) -> list[str]:
+def _notes(store: Store, rows: pd.DataFrame) -> list[Line]:
     """All notes of a comparison."""
     return notes(store, *rows[COMPARISON].iloc[0])
 
@@ -93,7 +101,7 @@ class View:
     headers: dict[str, str] = field(default_factory=dict)
     alike: Sequence[str] = ()
     title: str | Callable[[Store, pd.DataFrame], str] = ""
-    notes: Sequence[str] | Callable[[Store, pd.DataFrame], Sequence[str]] = _notes
+    notes: Sequence[str] | Callable[[Store, pd.DataFrame], Sequence[str | Line]] = _notes
     label_width: float | None = None
     short: Sequence[str] = ()
 
@@ -148,40 +156,11 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
 
 
 def _text_title(store: Store, rows: pd.DataFrame) -> str:
-    num_ranks = store.by_id[tuple(rows[COMPARISON].iloc[0])].facts.num_ranks
-    return f"{rows['title'].iloc[0]}: answers of the whole model, routing of {num_ranks} virtual ranks; not timed"
+    return answers_title(_facts_of(store, rows), rows["title"].iloc[0])
 
 
-def _text_notes(_: Store, rows: pd.DataFrame) -> list[str]:
-    interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
-    if (least := rows["num_batches"].min()) < MIN_BATCHES:
-        interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
-    return [f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"]
-
-
-def _claim_notes(_: Store, rows: pd.DataFrame) -> list[str]:
-    return [
-        "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
-        "95 % interval, Student's t over batches, of all checkpoints over their means",
-        *chance_words(len(rows)),
-    ]
-
-
-def _task_notes(store: Store, rows: pd.DataFrame) -> list[str]:
-    facts = store.by_id[tuple(rows[COMPARISON].iloc[0])].facts
-    how = (
-        f"{facts.batch_size} requests are routed together, on {facts.num_ranks} virtual ranks; "
-        "lost pairs and kept mass are of all passes of a task, over all layers; nothing was timed"
-        if isinstance(facts, JudgedFacts)
-        else f"{facts.task}: asked of live servers, of which native is the unpatched one; what a policy dropped is "
-        "in its server's log"
-    )
-    lines = [
-        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
-        "number is their mean; that requests of a batch share their routing is not in them",
-        how,
-    ]
-    return lines if facts.limit is None else [*lines, f"the first {facts.limit:.0f} questions of each task only"]
+def _facts_of(store: Store, rows: pd.DataFrame) -> Any:
+    return store.by_id[tuple(rows[COMPARISON].iloc[0])].facts
 
 
 # ---- the views -------------------------------------------------------------------------------------------------------
@@ -257,7 +236,7 @@ VIEWS = {
         frame=texts,
         label_width=math.inf,
         title=_text_title,
-        notes=_text_notes,
+        notes=lambda _, rows: [entropy_words(rows["num_batches"].min())],
     ),
     "claims": View(
         (
@@ -269,7 +248,7 @@ VIEWS = {
         frame=orderings_met,
         by=("directory", "group"),
         title=lambda _, rows: f"Papers' claims on {rows['comparison'].iloc[0]}",
-        notes=_claim_notes,
+        notes=lambda _, rows: [ORDERINGS, *chance_words(len(rows))],
     ),
     "tasks": View(
         (
@@ -288,8 +267,8 @@ VIEWS = {
         frame=tasks,
         label_width=math.inf,
         alike=("task",),
-        title=lambda store, rows: store.by_id[tuple(rows[COMPARISON].iloc[0])].facts.title,
-        notes=_task_notes,
+        title=lambda store, rows: _facts_of(store, rows).title,
+        notes=lambda store, rows: task_lines(_facts_of(store, rows)),
     ),
     "phases": View(
         (

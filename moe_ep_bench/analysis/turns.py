@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, Advice, Answer, Side, Turn, costs_answers
+from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, Advice, Answer, Side, Turn, Unsolved, costs_answers
 from moe_ep_bench.analysis.cases import timings
 from moe_ep_bench.analysis.notes import MOST_DROPPED
 from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, candidates, choice
@@ -83,11 +83,11 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
     found = {key: values for key, values in _grids(point) if len(values) > 1}
     why = None
     if choice(rows, pick) != pick:
-        why = "for in its typical draw or layer the pick is too close to call"
+        why = Unsolved(kind="too_close")
     elif (num_scores := routed_tokens(point.experiment, _SCORES) * point.model.num_experts) > _MOST_SCORES:
-        why = f"for a batch has {num_scores / 1e6:,.0f} million scores"
+        why = Unsolved(kind="scores", number=num_scores)
     elif point.world_size > MOST_RANKS:
-        why = f"for {point.world_size} ranks take long"
+        why = Unsolved(kind="ranks", number=point.world_size)
     if why is not None:
         return tuple(Turn(key=key, unsolved=why) for key in found)
     return tuple(_Solver(question, bounds, rows, pick, point).turns(found))
@@ -187,7 +187,7 @@ class _Solver:
     def _turn(self, key: str, ways: Sequence[tuple[str, list[float]]]) -> Turn:
         """What was found along a key."""
         if not any(values for _, values in ways):
-            return Turn(key=key, unsolved=f"for {self.problems[key]}")
+            return Turn(key=key, unsolved=Unsolved(kind="refused", text=self.problems[key]))
         own, sides = _value(self.point, key), {}
         assert own is not None  # else it had no ways
         for name, values in ways:

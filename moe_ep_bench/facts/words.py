@@ -9,7 +9,7 @@ import itertools
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_ep_bench.errors import in_ranges
 from moe_ep_bench.facts import (
@@ -70,6 +70,22 @@ _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nc
 # What a token has a copy for, in a line and in a sentence.
 _COPIES = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}
 _ONE_FOR_EACH = {"rank": "rank", "node": "other node", "pair": "expert"}
+
+
+class Line(NamedTuple):
+    """A sentence below a table or an answer, as people read it.
+
+    Attributes:
+        is_warning: it forbids or weakens a reading.
+        place: of its kind among all sentences; what voids a result has the first.
+    """
+
+    text: str
+    is_warning: bool = False
+    place: int = 0
+
+    def __str__(self) -> str:
+        return f"{'warning: ' * self.is_warning}{self.text}"
 
 
 def tokens_words(num_tokens: int) -> str:
@@ -195,11 +211,17 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
     """How the numbers came about."""
     words = MODE_WORDS[run.mode]
     if isinstance(facts, TimedFacts):
+        if facts.mixes_machines:
+            return mixed_words(run.scope, facts.scale)
         if facts.device is not None:
             words = ELSEWHERE if facts.is_elsewhere else MODELLED
-        elif facts.mixes_machines:
-            words += f", MIXED MACHINES: experts of this CPU ({scale_words(facts.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" and run.mode != "serve" else words
+
+
+def mixed_words(scope: str, scale: float) -> str:
+    """How numbers came about whose experts are of a CPU and whose links are of GPUs."""
+    machines = f"MIXED MACHINES: experts of this CPU ({scale_words(scale)}) behind links of GPUs"
+    return f"{'whole models, ' * (scope == 'model')}{MODE_WORDS['emulated']}, {machines}"
 
 
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import psutil
@@ -41,12 +41,7 @@ THROTTLE_REASONS = {
     "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
 }
 # NVML sets hw_slowdown together with the other two hw reasons, so it comes last: of equal shares the first one counts.
-_SLOWDOWNS = {
-    "hw_thermal": "heat",
-    "sw_thermal": "heat",
-    "hw_power_brake": "the brake of its power supply",
-    "hw_slowdown": "its hardware (heat or power)",
-}
+_SLOWDOWNS = ("hw_thermal", "sw_thermal", "hw_power_brake", "hw_slowdown")
 
 
 @dataclass(frozen=True)
@@ -149,54 +144,77 @@ def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequenc
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
-def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
-    """What makes the times doubtful: of each kind the line with the highest share, where that is above the limit.
+class Taken(NamedTuple):
+    """CPU time of a host that our ranks did not get, in cores; a rank may use ``num_cores``."""
+
+    host: str
+    by: Literal["processes", "hypervisor"]
+    cores: float
+    num_cores: int
+
+    @property
+    def share(self) -> float:
+        return self.cores / self.num_cores
+
+
+class Slowed(NamedTuple):
+    """The share of samples in which a rank's GPU was slowed down, and NVML's reason (``THROTTLE_REASONS``)."""
+
+    rank: int
+    reason: str
+    share: float
+
+
+class Capped(NamedTuple):
+    """The slowest GPU that its power limit held back.
+
+    Attributes:
+        share: of the samples.
+        clock_mhz: quantiles as in ``MachineState``.
+        fastest_mhz: the fastest GPU's median.
+    """
+
+    rank: int
+    share: float
+    clock_mhz: tuple[float, float, float]
+    num_capped: int
+    num_gpus: int
+    fastest_mhz: float
+
+
+def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[Taken | Slowed]:
+    """What makes the times doubtful: the highest share of each kind, where that is above the limit.
 
     Args:
         states: host name and state of every rank, in order of rank.
     """
-    foreign, stolen, slowed = [(0.0, "")], [(0.0, "")], [(0.0, "")]
+    foreign, stolen, slowed = [], [], []
     for host in dict(states):
         of_host = [state for name, state in states if name == host]
         machine = of_host[0]  # all ranks of a host see the same
-        own_s = sum(state.own_cpu_s for state in of_host)
-        foreign.append(_taken(host, machine, "other processes used", (machine.machine_cpu_s or 0.0) - own_s))
-        stolen.append(_taken(host, machine, "the hypervisor took", machine.stolen_s or 0.0))
+        own_s, wall_s = sum(state.own_cpu_s for state in of_host), machine.wall_s or np.inf
+        foreign_s, stolen_s = (machine.machine_cpu_s or 0.0) - own_s, machine.stolen_s or 0.0
+        foreign.append(Taken(host, "processes", foreign_s / wall_s, machine.num_cores))
+        stolen.append(Taken(host, "hypervisor", stolen_s / wall_s, machine.num_cores))
     for rank, (_, state) in enumerate(states):
         shares = dict(state.throttle_shares or {})
         reason = max(_SLOWDOWNS, key=lambda name: shares.get(name, 0.0))
-        share = shares.get(reason, 0.0)
-        line = f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {100 * share:.3g} % of the samples"
-        slowed.append((share, line))
-    worst = ((max(foreign), _MOST_FOREIGN), (max(stolen), _MOST_STOLEN), (max(slowed), _MOST_SLOWED))
-    return [line for (share, line), most in worst if share > most]
+        slowed.append(Slowed(rank, reason, shares.get(reason, 0.0)))
+    kinds = ((foreign, _MOST_FOREIGN), (stolen, _MOST_STOLEN), (slowed, _MOST_SLOWED))
+    worst = ((max(found, key=lambda one: one.share), most) for found, most in kinds if found)
+    return [one for one, most in worst if one.share > most]
 
 
-def power_words(states: Sequence[MachineState]) -> str:
-    """Of the slowest GPU that its power limit held back: how often, and its clocks; empty where none was.
+def capped(states: Sequence[MachineState]) -> Capped | None:
+    """The slowest GPU that its power limit held back; None where none was.
 
     Args:
         states: of every rank, in order of rank.
     """
     clocks = {rank: state.sm_clock_mhz for rank, state in enumerate(states) if state.sm_clock_mhz}
     shares = {rank: (states[rank].throttle_shares or {}).get("power_cap", 0.0) for rank in clocks}
-    capped = [rank for rank, share in shares.items() if share > _MOST_SLOWED]
-    if not capped:
-        return ""
-    rank = min(capped, key=lambda rank: clocks[rank][1])
-    low, median, high = clocks[rank]
-    words = f"SM clock {low:,.0f} to {high:,.0f} MHz, median {median:,.0f}"
-    if len(clocks) > 1:
-        words += f"; {len(capped)} of {len(clocks)} GPUs were capped, the fastest's median is"
-        words += f" {max(clock[1] for clock in clocks.values()):,.0f}"
-    return f"rank {rank}'s GPU was power-capped in {100 * shares[rank]:.3g} % of the samples: {words}"
-
-
-def _taken(host: str, machine: MachineState, who: str, cpu_s: float) -> tuple[float, str]:
-    """CPU time that our ranks did not get: its share of the cores that a rank may use, and a sentence.
-
-    The sentence has no share of the host: a rank may be bound to some of its cores, and others work on any.
-    """
-    cores = cpu_s / machine.wall_s if machine.wall_s > 0 else 0.0
-    words = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {machine.num_cores})"
-    return cores / machine.num_cores, words
+    held = [rank for rank, share in shares.items() if share > _MOST_SLOWED]
+    if not held:
+        return None
+    rank, fastest = min(held, key=lambda rank: clocks[rank][1]), max(median for _, median, _ in clocks.values())
+    return Capped(rank, shares[rank], clocks[rank], len(held), len(clocks), fastest)

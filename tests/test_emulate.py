@@ -32,6 +32,7 @@ from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.errors import OK
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies.contract import params_of
+from moe_ep_bench.runtime.attempts import Loss
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
@@ -82,7 +83,9 @@ def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay() -> No
     ranks, recorded = VirtualRanks.__new__(VirtualRanks), []
     ranks.point, ranks.errors, ranks.result = SimpleNamespace(workloads=[0, 1]), {}, Result()
     ranks.cases, ranks.begin = [Case(SimpleNamespace(case_id=name), ranks) for name in errors], lambda case_id: None
-    ranks.job = SimpleNamespace(record_failure=lambda error: (recorded.append(error), "failed: IndexError: no 0")[1])
+    ranks.job = SimpleNamespace(
+        record_failure=lambda error: (recorded.append(error), Loss("failed", "IndexError: no 0"))[1]
+    )
     ranks.small = SimpleNamespace(error=lambda case, layer: errors[case.case_id]())
     ranks.check()
     differs = "output differs from the dense reference by {} in layer 0"

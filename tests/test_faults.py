@@ -160,8 +160,8 @@ def test_lost_cases_and_numbers_that_are_none_become_rows_with_reasons_and_other
         assert reason is None or found[label][1].startswith(reason), found
     rows = cases(load(out))
     (hung,) = rows[rows.label == "topk"].case_id
-    (reason,) = lost_attempts(out / "attempts", hung)
-    assert "timeout: no progress for 0:00:08 in _strike (rank 1)" in reason.split("; ")
+    (loss,) = lost_attempts(out / "attempts", hung)
+    assert "timeout: no progress for 0:00:08 in _strike (rank 1)" in str(loss).split("; ")
     # The log shows where every thread of that rank stood.
     assert re.search(r'rank 1 stood here:\n[^#]* File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
     assert hidden_files(out) == []

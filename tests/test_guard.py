@@ -60,7 +60,7 @@ def test_what_stands_still_is_ended_and_says_where(does: str, rank: str, tmp_pat
     words = f"moe-ep-bench: no progress for 0:00:01 in {does}; the same command goes on\n"
     assert (job.returncode, errors) == ((1, "") if rank else (LOST, words)), "1 would say that it went through"
     collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "case") == [f"timeout: no progress for 0:00:01 in {does} (rank 0)"]
+    assert lost_attempts(tmp_path, "case") == [("timeout", f"no progress for 0:00:01 in {does} (rank 0)")]
 
 
 @pytest.mark.parametrize("rank", ["0", ""], ids=["a rank", "alone"])

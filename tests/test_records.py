@@ -27,7 +27,7 @@ from moe_ep_bench.bench.commands import pending_cases
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, hold, is_held, lock_file
-from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
+from moe_ep_bench.runtime.attempts import Guard, Loss, collect_lost, lost_attempts
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION
 
 A_JOB = {"schema_version": SCHEMA_VERSION, "mode": "run", "environment": {}, "hashes": {}}
@@ -52,7 +52,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, {}, NCCL version 2.28.3\n{}"
     ],
 )
 def test_a_ranks_own_error_is_not_its_peers(error: Exception, reason: str) -> None:
-    assert reason_of(error).startswith(reason)
+    assert str(Loss.of(error)).startswith(reason)
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
@@ -188,6 +188,15 @@ LOST_JOBS = {
 }  # fmt: skip
 
 
+def loss(text: str) -> Loss:
+    kind, _, words = text.partition(": ")
+    return Loss(kind, words)
+
+
+def said_of(folder: Path, case_id: str) -> list[str]:
+    return list(map(str, lost_attempts(folder, case_id)))
+
+
 @pytest.mark.parametrize("name", LOST_JOBS)
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
     left, expected = LOST_JOBS[name]
@@ -198,11 +207,11 @@ def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_p
         if "Thread" in why:
             os.write(attempt._file, why.encode())
         elif why:
-            attempt.explain(why)
+            attempt.explain(loss(why))
     collect_lost(tmp_path, ["another"])
     assert len(list(tmp_path.iterdir())) == len(left), "they are another job's"
     collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "case") == [expected] * (expected is not None)
+    assert said_of(tmp_path, "case") == [expected] * (expected is not None)
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"] * (expected is not None)
 
 
@@ -211,24 +220,25 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
         attempt = Guard(tmp_path, "job", 0, 60.0)
         attempt.at("a longer name")
         attempt.at("case")
-        attempt.explain(reason)
-        attempt.explain("peer lost: later")
+        attempt.explain(loss(reason))
+        attempt.explain(loss("peer lost: later"))
         collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
+    assert said_of(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
     attempt = Guard(tmp_path, "job", 0, 60.0)
     attempt.at("case")
-    attempt.explain("failed: it cannot be captured")
+    attempt.explain(loss("failed: it cannot be captured"))
     attempt.at("second")  # Ranks have agreed on that, and gone on.
     collect_lost(tmp_path, ["job"])
     assert len(lost_attempts(tmp_path, "case")) == 2
-    assert lost_attempts(tmp_path, "second") == [f"{DIED} (rank 0)"]
+    assert said_of(tmp_path, "second") == [f"{DIED} (rank 0)"]
     with Guard(tmp_path, "job", 0, 60.0) as ended:
         ended.at("third")
     (tmp_path / "now-job-0").touch()  # As a disk leaves it that is full.
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "third") == []
-    (tmp_path / "case.json").write_text('["failed: o')
-    assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
+    for damaged in ('[["failed", "o', '["failed: of an earlier version"]', "[1]"):
+        (tmp_path / "case.json").write_text(damaged)
+        assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
 
 
 def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_tried_again(tmp_path: Path) -> None:
@@ -248,9 +258,9 @@ def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_
     assert left(1, force=True) == ([], []), "the first launch of this very job would go"
     assert left(0, force=True) == (["a", "b"], [])
     assert directory.parts("samples") == {}
-    write_json(directory.attempts / "b.json", ["failed: x", "oom: 20 GiB (rank 1)"])
+    write_json(directory.attempts / "b.json", [Loss("failed", "x"), Loss("oom", "20 GiB (rank 1)")])
     assert left(0) == (["a"], ["oom: 20 GiB (rank 1) (2 attempts)"])
-    write_json(directory.attempts / "x.json", ["failed: y"] * 3)
+    write_json(directory.attempts / "x.json", [Loss("failed", "y")] * 3)
     assert left(0) == ([], ["failed: y (3 attempts)"] * 2), "the whole comparison was"
     assert left(0, force=True) == (["a", "b"], [])
 

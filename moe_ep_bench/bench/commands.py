@@ -30,7 +30,7 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory, hold
-from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often, split_reason
+from moe_ep_bench.runtime.attempts import collect_lost, forget_lost, lost_too_often
 from moe_ep_bench.runtime.ranks import Ranks, ReportedError, as_rank, join
 from moe_ep_bench.runtime.sharing import SHARE_FLAG, Sharing, check_memory, free_bytes_of_gpus, shared_gpus
 from moe_ep_bench.runtime.torchrun import (
@@ -300,15 +300,15 @@ def _measured(job: Job, point: Point, case_ids: Sequence[str]) -> Result:
         return Result()
     job.guard.at(point.comparison_id)
     with _counted(job, point, len(cases)), device_scope(), torch.inference_mode():
-        build, runner, reason = runner_of(job, point, cases), None, ""
+        build, runner, loss = runner_of(job, point, cases), None, None
         try:
             runner = build()
         except Exception as error:
-            reason = job.record_failure(error)
-        if first := job.ranks.first_error(reason):
-            rank, _, words = first.partition(": ")
-            status, words = split_reason(words)
-            result = Result({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
+            loss = job.record_failure(error)
+        if first := job.ranks.first_error(loss):
+            rank, loss = first
+            why = loss.status, f"while building: rank {rank}: {loss.words}"
+            result = Result({case.case_id: why for case in cases})
         else:
             assert runner is not None  # where no rank has failed
             with contextlib.closing(runner):

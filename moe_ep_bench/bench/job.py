@@ -17,7 +17,7 @@ from moe_ep_bench.bench.point import Point
 from moe_ep_bench.errors import LOST, brief, naming
 from moe_ep_bench.files import writing_to
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.attempts import Guard, is_of_peers, reason_of
+from moe_ep_bench.runtime.attempts import Guard, Loss, is_of_peers
 from moe_ep_bench.runtime.ranks import Ranks, ReportedError, T
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class Job:
                 raise
             except Exception as error:
                 try:
-                    self._explain(reason_of(error))
+                    self._explain(Loss.of(error))
                 finally:  # Though nobody may hear it. Destructors would wait for peers that may never come.
                     os._exit(LOST)
 
-    def _explain(self, reason: str) -> None:
+    def _explain(self, loss: Loss) -> None:
         """Note why what is tried is being lost, and say so."""
-        self.guard.explain(reason)
-        words = brief(reason, 300, quoted=False)
+        self.guard.explain(loss)
+        words = brief(loss, 300, quoted=False)
         print(f"moe-ep-bench: rank {self.ranks.rank}: {words}", file=sys.stderr, flush=True)
 
     def begin(self, case_id: str) -> None:
@@ -79,8 +79,8 @@ class Job:
         self.guard.at(case_id)
         self.progress.update(self.progress.n < (self.progress.total or 0))  # which is about so many
 
-    def record_failure(self, error: Exception) -> str:
-        """Record that an exception outside of collectives costs this rank a case; return the reason.
+    def record_failure(self, error: Exception) -> Loss:
+        """Record that an exception outside of collectives costs this rank a case; return why.
 
         All ranks then agree on it and go on, as none waits for this one. If others wait in a collective after all, the
         job is lost for this reason.
@@ -95,9 +95,10 @@ class Job:
                 torch.cuda.synchronize(self.ranks.device)
             except RuntimeError:
                 raise error from None
-        reason = brief(reason_of(error), 300, quoted=False)
-        self._explain(reason)
-        return reason
+        loss = Loss.of(error)
+        loss = loss._replace(words=brief(loss.words, 300, quoted=False))
+        self._explain(loss)
+        return loss
 
     def on_first(self, act: Callable[[], T], hint: str = "") -> T:
         """Call ``act`` on rank 0, in the results directory; return its result on every rank.

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_ep_bench.bench.point import CaseSpec
 from moe_ep_bench.bench.result import Result, Row
+from moe_ep_bench.runtime.attempts import Loss
 from moe_ep_bench.timing.protocol import Step, measure
 from moe_ep_bench.timing.timer import PhaseRecorder
 
@@ -25,7 +26,7 @@ class Case:
     Attributes:
         rows: of its routing, by batch and layer.
         error: the worst beside the reference.
-        problem: the first thing that was found wrong, in words.
+        problem: the first thing that was found wrong.
         unclocked: places in which its host waits for the device and no clock sees it, ``file:line``.
     """
 
@@ -33,7 +34,7 @@ class Case:
     runner: Any
     rows: dict[tuple[int, int | None], Row] = field(default_factory=dict)
     error: float = 0.0
-    problem: str = ""
+    problem: Loss | None = None
     unclocked: list[str] = field(default_factory=list)
 
     @property

@@ -39,7 +39,7 @@ from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine.monitor import watched_machine
-from moe_ep_bench.runtime.attempts import is_of_peers, reason_of, split_reason
+from moe_ep_bench.runtime.attempts import Loss, is_of_peers
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
@@ -242,7 +242,7 @@ class RealRanks(LayerRunner):
     def _note_problem(self, case: Case, batch: int, seen: Look) -> None:
         """Record NaN and Inf. The reference covers a few tokens of one batch, this covers all tokens of all batches."""
         if seen.problem:
-            case.problem = case.problem or f"{seen.problem}, batch {batch}"
+            case.problem = case.problem or Loss("failed", f"{seen.problem}, batch {batch}")
 
     def check_again(self, when: str = "after timing") -> None:
         """Hold every layer of every case against the reference once more, replayed where it is timed so."""
@@ -269,7 +269,7 @@ class RealRanks(LayerRunner):
         run, rows_N = self.captured[case.case_id, batch, False], self._checked_rows(batch)
         seen, differs = look_replayed(run, eager, rows_N, self.tolerance)
         if differs:
-            case.problem = case.problem or f"failed: replayed from a CUDA graph, on batch {batch} {differs}"
+            case.problem = case.problem or Loss("failed", f"replayed from a CUDA graph, on batch {batch} {differs}")
         return seen
 
     def _checked_rows(self, batch: int) -> Tensor:
@@ -308,9 +308,8 @@ class RealRanks(LayerRunner):
         for case, of_ranks in zip(list(self.cases), zip(*found_R, strict=True), strict=True):
             problem_R, error_R = zip(*of_ranks, strict=True)
             if any(problem_R):
-                rank, reason = next((rank, problem) for rank, problem in enumerate(problem_R) if problem)
-                status, words = split_reason(reason)
-                self._drop(case, status, f"{when}: rank {rank}: {words}")
+                rank, loss = next((rank, problem) for rank, problem in enumerate(problem_R) if problem)
+                self._drop(case, loss.status, f"{when}: rank {rank}: {loss.words}")
             elif not all(error <= self.tolerance for error in error_R):  # NaN too
                 allowed = f"allowed is {self.tolerance:g}"
                 what = f"output differs from the dense reference by {np.max(error_R):.2g}, {allowed}"
@@ -366,10 +365,10 @@ class RealRanks(LayerRunner):
                 raise
             self._pool = torch.cuda.graph_pool_handle()  # that of a capture which failed may stay in use
             words = (str(error).splitlines() or [type(error).__name__])[0]
-            reason = f"{reason_of(error).partition(': ')[0]}: cannot be captured as a CUDA graph: {words}"
-            case.problem = case.problem or reason
+            loss = Loss.of(error)._replace(words=f"cannot be captured as a CUDA graph: {words}")
+            case.problem = case.problem or loss
             # NCCL may set something up between ranks while it captures. Should others wait there, this is why.
-            self.job.guard.explain(reason)
+            self.job.guard.explain(loss)
 
     # ---- times -------------------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def write(directory: RunDirectory, run_id: str, point: Point, result: Result, la
             yield {**facts[key], **_walked_columns(times_RSC, result.columns, lost(key))}
 
     def lost(key: str) -> dict[str, Any]:
-        return {"lost_attempts": [lost_attempts(directory.attempts, key)]}
+        return {"lost_attempts": [[*map(str, lost_attempts(directory.attempts, key))]]}
 
     conditions = result.conditions and {"run_id": run_id, **result.conditions}
     rows = walked() if point.mode == REHEARSAL else samples()

@@ -32,7 +32,7 @@ from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualStack
 from moe_ep_bench.machine.monitor import watched_machine
-from moe_ep_bench.runtime.attempts import split_reason
+from moe_ep_bench.runtime.attempts import Loss
 from moe_ep_bench.schema import BESIDE_TOTAL
 from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, UNCOUNTED, Step
@@ -85,17 +85,18 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
                 problem = self.job.record_failure(error)
             if problem:
                 self.cases.remove(case)
-                self.result.unmeasured[case.case_id] = split_reason(problem)
+                self.result.unmeasured[case.case_id] = problem.status, problem.words
 
-    def _reference_problem(self, case: Case) -> str:
-        """Where a case's output differs from the reference, in words; empty if in no layer."""
+    def _reference_problem(self, case: Case) -> Loss | None:
+        """Where a case's output differs from the reference; None if in no layer."""
         allowed = TOLERANCE["float32"]
         for layer in self.point.workloads:
             error = self.errors[case.case_id, layer] = self.small.error(case.spec, layer)
             if not error <= allowed:  # NaN too
                 where = "" if layer is None else f" in layer {layer}"
-                return f"output differs from the dense reference by {error:.2g}{where}, allowed is {allowed:g}"
-        return ""
+                differs = f"output differs from the dense reference by {error:.2g}{where}"
+                return Loss("failed", f"{differs}, allowed is {allowed:g}")
+        return None
 
     # ---- times -------------------------------------------------------------------------------------------------------
 

@@ -121,8 +121,8 @@ def _met() -> Iterator[Finding]:
         here += f" over {ranks.backend}"
         hint = hint if ranks.backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
         wrong = _exchanged(ranks.rank, ranks.world_size, ranks.device)
-        if said := ranks.first_error(wrong):  # so that the first rank, which sums up, knows
-            yield Finding(PROBLEM, "all-to-all", f"{here}: {said}; {hint}")
+        if first := ranks.first_error(wrong):  # so that the first rank, which sums up, knows
+            yield Finding(PROBLEM, "all-to-all", "{}: rank {}: {}; {}".format(here, *first, hint))
         else:
             yield Finding(OK, "all-to-all", f"{here}: every value was right")
         ranks.close()

@@ -11,8 +11,8 @@ It is C code: it works too where Python waits in a collective to which nobody co
 does not look at; of a process that is no rank (``emulate``) it would say that the job went through, and a thread ends
 that one with ``LOST``.
 
-    <out>/attempts/now-<job>-<rank>  three lines of text, filled up with zeros; behind them stacks
-    <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
+    <out>/attempts/now-<job>-<rank>  four lines of text, filled up with zeros; behind them stacks
+    <out>/attempts/<case_id>.json    kinds and reasons of the attempts that were lost, oldest first
 """
 
 from __future__ import annotations
@@ -40,10 +40,38 @@ MAX_ATTEMPTS = 2
 
 # Of a rank that was ended by its peers' end.
 PEER_LOST = "peer lost"
-_SILENT = "failed: ended without a word (killed, or out of memory)"
 _NUM_BYTES = 600
 _NO_NEWS = 0.05  # of the time that nothing may move: how much shorter it may be
 _GRACE_S = 10.0  # in which the thread of a process that is no rank may end it first, however busy the machine is
+
+
+class Loss(NamedTuple):
+    """Why a rank lost a case.
+
+    Attributes:
+        kind: failed, oom, timeout, or ``PEER_LOST`` where another rank is the cause.
+    """
+
+    kind: str
+    words: str
+
+    @staticmethod
+    def of(error: Exception) -> Loss:
+        """An exception of this rank, or what it says of others."""
+        if _is_oom(error):
+            return Loss("oom", str(error))
+        return Loss(PEER_LOST if is_of_peers(error) else "failed", f"{type(error).__name__}: {error}")
+
+    @property
+    def status(self) -> str:
+        """Of the case."""
+        return self.kind if self.kind in ("oom", "timeout") else "failed"
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
+_SILENT = Loss("failed", "ended without a word (killed, or out of memory)")
 
 
 class Guard:
@@ -61,7 +89,8 @@ class Guard:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         os.lseek(self._file, _NUM_BYTES, os.SEEK_SET)  # Stacks go behind the lines.
         self._is_rank, self._ended = "RANK" in os.environ, threading.Event()
-        self._count, self._case_id, self._reason = 0, "", ""
+        self._count, self._case_id = 0, ""
+        self._loss: Loss | None = None
         self._write()  # On a disk that is full by then, there is room.
 
     def __enter__(self) -> Guard:
@@ -105,18 +134,18 @@ class Guard:
     def at(self, case_id: str) -> None:
         """Note that work on a case, or on a comparison as a whole, begins. No reason given before has lost anything."""
         self.feed()
-        self._count, self._case_id, self._reason = self._count + 1, case_id, ""
+        self._count, self._case_id, self._loss = self._count + 1, case_id, None
         self._write()
 
-    def explain(self, reason: str) -> None:
+    def explain(self, loss: Loss) -> None:
         """Note why it is being lost; the first reason stays."""
-        if not self._reason:
-            self._reason = " ".join(reason.split())
+        if self._loss is None:
+            self._loss = loss._replace(words=" ".join(loss.words.split()))
             self._write()
             os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
 
     def _write(self) -> None:
-        text = f"{self._count}\n{self._case_id}\n{self._reason}".encode()
+        text = "\n".join([str(self._count), self._case_id, *(self._loss or ())]).encode()
         os.pwrite(self._file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
 
 
@@ -129,17 +158,16 @@ class _RankFile(NamedTuple):
     rank: int
     count: int
     case_id: str
-    reason: str
+    loss: Loss | None
     stacks: str
 
     @staticmethod
     def read(path: Path) -> _RankFile:
         content = path.read_bytes()
         lines, stacks = content[:_NUM_BYTES].rstrip(b"\0"), content[_NUM_BYTES:]
-        count, case_id, reason = (*lines.decode(errors="replace").split("\n"), "", "")[:3]
-        return _RankFile(
-            int(path.name.rpartition("-")[2]), int(count or 0), case_id, reason, stacks.decode(errors="replace")
-        )
+        count, case_id, kind, words = (*lines.decode(errors="replace").split("\n"), "", "", "")[:4]
+        rank, loss = int(path.name.rpartition("-")[2]), Loss(kind, words) if kind else None
+        return _RankFile(rank, int(count or 0), case_id, loss, stacks.decode(errors="replace"))
 
     @property
     def place(self) -> str:
@@ -155,13 +183,13 @@ def collect_lost(folder: Path, jobs: Iterable[str]) -> None:
     for job in jobs:
         paths = sorted(folder.glob(f"now-{job}-*"))
         if lost := _lost_case([file for file in map(_RankFile.read, paths) if file.case_id]):
-            case_id, reason = lost
-            write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), reason])
+            case_id, loss = lost
+            write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), loss])
         for path in paths:
             path.unlink(missing_ok=True)
 
 
-def _lost_case(files: Sequence[_RankFile]) -> tuple[str, str] | None:
+def _lost_case(files: Sequence[_RankFile]) -> tuple[str, Loss] | None:
     """The case that a job lost, and why; None if all ranks were asked to end.
 
     To blame are ranks that failed by themselves; else those that died silently; else those that lost a peer. Among
@@ -169,20 +197,22 @@ def _lost_case(files: Sequence[_RankFile]) -> tuple[str, str] | None:
     """
     if timed_out := re.search(r"^Timeout \((\S+)\)!", "\n".join(file.stacks for file in files), re.MULTILINE):
         # The first that was overdue ended the others, which left their stacks too.
-        files = [file if file.reason else _with_timeout(file, timed_out[1]) for file in files]
-    failed = [file for file in files if file.reason and not file.reason.startswith(PEER_LOST)]
-    silent = [file._replace(reason=_SILENT) for file in files if not file.reason and not file.stacks]
+        files = [file if file.loss else _with_timeout(file, timed_out[1]) for file in files]
+    failed = [file for file in files if file.loss and file.loss.kind != PEER_LOST]
+    silent = [file._replace(loss=_SILENT) for file in files if not file.loss and not file.stacks]
     lost_peers = [] if any(file.stacks for file in files) else files
     causes = failed or silent or lost_peers
     if not causes:
         return None
     fewest = min(file.count for file in causes)
-    first_case, ranks_by_reason = "", defaultdict(list)
-    for file in causes:
-        if file.count == fewest:
-            first_case = first_case or file.case_id
-            ranks_by_reason[file.reason].append(str(file.rank))
-    return first_case, "; ".join(f"{why} (rank {', '.join(ranks)})" for why, ranks in ranks_by_reason.items())
+    first = [file for file in causes if file.count == fewest]
+    ranks_by_loss = defaultdict(list)
+    for file in first:
+        ranks_by_loss[file.loss or _SILENT].append(str(file.rank))
+    (kind, words), *others = (
+        loss._replace(words=f"{loss.words} (rank {', '.join(ranks)})") for loss, ranks in ranks_by_loss.items()
+    )
+    return first[0].case_id, Loss(kind, "; ".join([words, *map(str, others)]))
 
 
 def _with_timeout(file: _RankFile, limit: str) -> _RankFile:
@@ -190,7 +220,7 @@ def _with_timeout(file: _RankFile, limit: str) -> _RankFile:
     if not file.stacks:
         return file
     print(f"moe-ep-bench: rank {file.rank} stood here:\n{file.stacks}", file=sys.stderr, flush=True)
-    return file._replace(reason=f"timeout: no progress for {limit} in {file.place}")
+    return file._replace(loss=Loss("timeout", f"no progress for {limit} in {file.place}"))
 
 
 def lost_too_often(folder: Path, comparison_id: str, case_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -199,15 +229,14 @@ def lost_too_often(folder: Path, comparison_id: str, case_ids: Iterable[str]) ->
     for case_id in case_ids:
         attempts = max(whole, lost_attempts(folder, case_id), key=len)
         if len(attempts) >= MAX_ATTEMPTS:
-            status, words = split_reason(attempts[-1])
-            lost[case_id] = status, f"{words} ({len(attempts)} attempts)"
+            lost[case_id] = attempts[-1].status, f"{attempts[-1].words} ({len(attempts)} attempts)"
     return lost
 
 
-def lost_attempts(folder: Path, case_id: str) -> list[str]:
-    """Reasons of the earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
+def lost_attempts(folder: Path, case_id: str) -> list[Loss]:
+    """The earlier attempts at this case that were lost, oldest first; none where the file is damaged."""
     try:
-        return [str(reason) for reason in read_json(folder / f"{case_id}.json")]
+        return [Loss(str(kind), str(words)) for kind, words in read_json(folder / f"{case_id}.json")]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -237,18 +266,3 @@ def _is_oom(error: Exception) -> bool:
     """Memory that torch's allocator, CUDA or NCCL did not get on this rank."""
     named = isinstance(error, torch.distributed.DistBackendError) or "CUDA error" in str(error)
     return isinstance(error, torch.OutOfMemoryError) or (named and "out of memory" in str(error))
-
-
-def reason_of(error: Exception) -> str:
-    """Why this rank lost a case, as its file keeps it: a status, or "peer lost" where another rank is the cause."""
-    if _is_oom(error):
-        return f"oom: {error}"
-    return f"{PEER_LOST if is_of_peers(error) else 'failed'}: {type(error).__name__}: {error}"
-
-
-def split_reason(reason: str) -> tuple[str, str]:
-    """Status of a lost case, and the words of its reason (``reason_of``)."""
-    kind, _, words = reason.partition(": ")
-    if kind not in ("oom", "timeout", "failed", PEER_LOST):
-        return "failed", reason
-    return (kind if kind in ("oom", "timeout") else "failed"), words or reason

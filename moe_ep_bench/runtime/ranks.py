@@ -96,16 +96,17 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.side_group)
         return values[0]
 
-    def first_error(self, error: str) -> str:
-        """The error of the first rank that has one, with the rank; empty if none has. Every rank calls this."""
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather(error)) if text), "")
+    def first_error(self, error: T) -> tuple[int, T] | None:
+        """The first rank that has an error (empty = none), and what it is; None if none has. Every rank calls this."""
+        return next(((rank, one) for rank, one in enumerate(self.all_gather(error)) if one), None)
 
     def report_error(self, error: str) -> bool:
         """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
         first = self.first_error(error)
         if first and self.is_first:
-            print(f"moe-ep-bench: {first.removeprefix('rank 0: ')}", file=sys.stderr, flush=True)
-        return bool(first)
+            rank, words = first
+            print(f"moe-ep-bench: {f'rank {rank}: ' * (rank > 0)}{words}", file=sys.stderr, flush=True)
+        return first is not None
 
     def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
         """Call ``act`` on every rank, or on rank 0 alone, whose result all ranks get.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -381,3 +382,23 @@ def assert_nothing_is_clipped(figure: Figure) -> None:
         assert box.x1 <= figure.bbox.x1
         assert box.y1 <= figure.bbox.y1
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+# Keys of run.json with words that a config or somebody else wrote, and reasons.
+IN_WORDS = {"source", "departures", "why"}
+
+
+def prose_in(directory: Path) -> list[str]:
+    """Sentences in what run.json says of comparisons and cases."""
+
+    def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, dict | list):
+            of_keys = value.items() if isinstance(value, dict) else ((key, one) for one in value)
+            for name, one in of_keys:
+                yield from texts(one, name)
+
+    described = json.loads((directory / "run.json").read_text())
+    found = texts([described["comparisons"], described["cases"]])
+    return [text for key, text in found if key not in IN_WORDS and text.count(" ") > 1]

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from results_builder import label_in
+from results_builder import label_in, prose_in
 from torch import Tensor
 from torch.nn import functional
 
 from moe_ep_bench.analysis.answer_costs import Answers, answers_of, claims, half_over_batches, text_costs
+from moe_ep_bench.analysis.cases import cases
 from moe_ep_bench.analysis.store import ResultsError, load
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import label_of
@@ -171,6 +172,12 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
         }
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_titles_are_composed_of_facts(done: Path) -> None:
+    assert prose_in(done) == []
+    assert set(load(done).comparisons[0].facts.model_dump(exclude_none=True)) >= {"num_sequences", "sequence_length"}
+    assert set(cases(load(done))["title"]) == {"tiny-olmoe, EP 2, words.txt, 12 sequences of 16 tokens, 4 at a time"}
 
 
 def test_rows_are_what_the_model_answers(done: Path, folder: Path, model: Any, words: Tensor) -> None:
@@ -396,11 +403,11 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
 def test_what_is_damaged_not_begun_or_of_another_mode_is_one_line(
     folder: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for cases, expected in (
+    for listed, expected in (
         ({"a": {}}, r"a\.comparison_id: Field required"),
         ({}, "no case was measured; run.json lists none"),
     ):
-        (tmp_path / "run.json").write_text(json.dumps({**json.loads((done / "run.json").read_text()), "cases": cases}))
+        (tmp_path / "run.json").write_text(json.dumps({**json.loads((done / "run.json").read_text()), "cases": listed}))
         with pytest.raises(ResultsError, match=expected):
             answers_in(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(json.loads((done / "run.json").read_text()) | {"mode": "route"}))

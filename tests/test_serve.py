@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from refusals import refusal
-from results_builder import label_in
+from results_builder import label_in, prose_in
 
 from moe_ep_bench.analysis.cases import cases, comparisons
 from moe_ep_bench.analysis.compare import compare_directories
@@ -373,6 +374,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv(RECORD, str(folder / "recorded"))
         assert serve(config) == OK
     return folder
+
+
+@pytest.mark.slow
+def test_titles_are_composed_of_facts(done: Path) -> None:
+    assert prose_in(done / "out") == []
+    (title,) = set(cases(load(done / "out"))["title"])
+    assert re.fullmatch(r"[\w-]+, \d+ in flight, \d+ rounds of \d+ requests", title)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from moe_ep_bench.analysis.columns import LOST, Row, labels, short_labels
 from moe_ep_bench.analysis.reduce import over_layers
 from moe_ep_bench.analysis.store import MISSING, Directory, Store
 from moe_ep_bench.facts import JudgedFacts
+from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.papers import orderings
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
@@ -82,7 +83,8 @@ def _comparisons(facts: Mapping[str, JudgedFacts]) -> pd.DataFrame:
     Comparisons that differ in nothing but the checkpoint are a ``group``: its number, how many ``checkpoints`` it has,
     and as ``comparison`` its title.
     """
-    frame = pd.DataFrame([one.model_dump() for one in facts.values()], list(facts), columns=_FACTS)
+    rows = [one.model_dump() | {"title": title_words(one)} for one in facts.values()]
+    frame = pd.DataFrame(rows, list(facts), columns=_FACTS)
     others = [one.model_dump_json(exclude=_OF_A_CHECKPOINT) for one in facts.values()]
     group = pd.Series(pd.factorize(np.array(others, dtype=object))[0], frame.index)
     first = frame[["title", "model"]].groupby(group).transform("first")

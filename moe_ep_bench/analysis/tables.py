@@ -45,7 +45,7 @@ from moe_ep_bench.analysis.notes import (
 from moe_ep_bench.analysis.reduce import OF_LAYER, OF_PASS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.config.conditions import matching
-from moe_ep_bench.facts.words import Line, scale_words
+from moe_ep_bench.facts.words import Line, scale_words, title_words
 from moe_ep_bench.schema import REHEARSAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -267,7 +267,7 @@ VIEWS = {
         frame=tasks,
         label_width=math.inf,
         alike=("task",),
-        title=lambda store, rows: _facts_of(store, rows).title,
+        title=lambda store, rows: title_words(_facts_of(store, rows)),
         notes=lambda store, rows: task_lines(_facts_of(store, rows)),
     ),
     "phases": View(

@@ -437,7 +437,7 @@ class TimedFacts(ComparisonFacts):
 class JudgedFacts(JsonRecord):
     """A comparison of ``quality``: a text or a task of the lm-evaluation-harness."""
 
-    title: str
+    title: str | None = None  # in place of the facts
     model: str
     order: int = 0
     num_experts: Count
@@ -449,7 +449,10 @@ class JudgedFacts(JsonRecord):
     seed: int | None = None
     batch_size: Count
     text: str | None = None
+    num_sequences: Count | None = None  # of the text
+    sequence_length: Count | None = None
     task: str | None = None
+    num_fewshot: NonNegativeInt | None = None  # None = the task's own
     limit: int | float | None = None  # of questions
 
 
@@ -465,7 +468,7 @@ class ServedFacts(JsonRecord):
         task: names of tasks that the harness asked; ``limit``, of questions of each.
     """
 
-    title: str
+    title: str | None = None  # in place of the facts
     model: str
     order: int = 0
     num_batches: Count

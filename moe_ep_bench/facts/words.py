@@ -593,6 +593,11 @@ def title_words(facts: Subject | JudgedFacts | ServedFacts) -> str:
         return facts.title
     if isinstance(facts, RoutedFacts):
         return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {traffic_words(facts.workload)}"
+    if isinstance(facts, JudgedFacts):
+        return f"{facts.model}, EP {facts.num_ranks}, {_asked_words(facts)}"
+    if isinstance(facts, ServedFacts):
+        load = f"{facts.rate:g} requests/s" if facts.concurrency is None else f"{facts.concurrency} in flight"
+        return f"{facts.model}, {load}, {facts.num_batches} rounds of {facts.requests} requests"
     workload = facts.workload
     parts = (
         facts.model + (f" x {facts.scale:g}" if facts.scale not in (1, None) else ""),
@@ -603,6 +608,14 @@ def title_words(facts: Subject | JudgedFacts | ServedFacts) -> str:
         "CUDA graph" if facts.cuda_graph else "",
     )
     return ", ".join(filter(None, parts))
+
+
+def _asked_words(facts: JudgedFacts) -> str:
+    """The text, and how much of it at a time; or the task."""
+    if facts.task is not None:
+        return f"{facts.task}, {'its own shots' if facts.num_fewshot is None else f'{facts.num_fewshot}-shot'}"
+    size = f"{facts.num_sequences} sequences of {facts.sequence_length} tokens, {facts.batch_size} at a time"
+    return f"{facts.text}, {size}"
 
 
 def _extent_words(whole: ModelExtent) -> str:
@@ -659,14 +672,18 @@ def workload_words(facts: ComparisonFacts) -> str:
     if isinstance(facts, RoutedFacts):
         return describe_workload(facts) + drawn
     tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload: {describe_workload(facts).removeprefix(f'{workload.kind} ')}{tail}{drawn}"
+    return f"{workload.kind} workload: {describe_workload(facts, is_named=True)}{tail}{drawn}"
 
 
-def describe_workload(facts: Subject) -> str:
-    """The batches in one line: what they were drawn from, targets, sizes and the seed."""
+def describe_workload(facts: Subject, *, is_named: bool = False) -> str:
+    """The batches in one line: what they were drawn from, targets, sizes and the seed.
+
+    Args:
+        is_named: the workload's kind stands ahead of it.
+    """
     workload = facts.workload
-    if workload.description is not None:
-        return workload.description
+    if workload.description is not None:  # of an older version, which begins with the kind
+        return workload.description.removeprefix(f"{workload.kind} ") if is_named else workload.description
     if workload.recording is not None:
         return _recorded_words(workload, workload.recording)
     source, counted, skew = "", workload.counted, workload.skew
@@ -678,7 +695,8 @@ def describe_workload(facts: Subject) -> str:
     targets = ", ".join(_target_words(workload)) or "no skew asked for"
     size = f"{workload.num_batches} x {workload.num_tokens} tokens in sequences of {workload.sequence_length}"
     shape = f"{facts.num_experts} experts, top-{facts.top_k}"
-    return f"{source}synthetic softmax scores, {targets}, {shape}, {size}, {_seed_words(workload)}"
+    scores = "softmax scores" if is_named and not source else "synthetic softmax scores"
+    return f"{source}{scores}, {targets}, {shape}, {size}, {_seed_words(workload)}"
 
 
 def _target_words(workload: Workload) -> Iterator[str]:

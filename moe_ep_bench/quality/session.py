@@ -23,6 +23,7 @@ from moe_ep_bench.bench.result import as_columns, identity
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError, naming, progress_bar
 from moe_ep_bench.facts import CaseFacts, JudgedFacts
+from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.placement import default_ep_size
@@ -43,8 +44,8 @@ class QualityComparison:
     """One text or task at one point of a sweep.
 
     Attributes:
-        evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
-            asked; ``describe()``, what analysis needs to know; and ``judge(model)``, a function of a case: its rows.
+        evaluated: what all cases are asked. Both kinds have a ``definition``, all that decides what is asked;
+            ``describe()``, what analysis needs to know; and ``judge(model)``, a function of a case: its rows.
     """
 
     experiment: QualityExperiment
@@ -58,7 +59,7 @@ class QualityComparison:
 
     @property
     def title(self) -> str:
-        return f"{self.model.name}, EP {self.ep_size}, {self.evaluated.title}"
+        return title_words(self.facts())
 
     @cached_property
     def definition(self) -> dict[str, Any]:
@@ -90,7 +91,6 @@ class QualityComparison:
         """The comparison's entry in ``run.json``."""
         layers = self.model.moe_layers
         return JudgedFacts(
-            title=self.title,
             num_experts=layers[0].num_experts,
             top_k=layers[0].top_k,
             num_layers=len(layers),

@@ -87,13 +87,9 @@ class Task:
         asked = {**self.config.model_dump(), "own": self.experiment.include and self.experiment.include.name}
         return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
-    @property
-    def title(self) -> str:
-        shots = "its own shots" if self.config.num_fewshot is None else f"{self.config.num_fewshot}-shot"
-        return f"{self.config.name}, {shots}"
-
     def describe(self) -> dict[str, Any]:
-        return {"task": self.config.name, **self.experiment.model_dump(include={"batch_size", "limit"})}
+        asked = {"task": self.config.name, "num_fewshot": self.config.num_fewshot}
+        return {**asked, **self.experiment.model_dump(include={"batch_size", "limit"})}
 
     def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
         """A function that runs the task under a case; ``model`` has its weights and is unpatched."""

@@ -74,12 +74,6 @@ class Text:
     def describe(self) -> dict[str, Any]:
         return {"text": self.config.file.name, **self.config.model_dump(exclude={"file"})}
 
-    @property
-    def title(self) -> str:
-        text = self.config
-        size = f"{text.num_sequences} sequences of {text.sequence_length} tokens, {text.batch_size} at a time"
-        return f"{text.file.name}, {size}"
-
     @torch.inference_mode()
     def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
         """A function that reads the text under a case; ``model`` has its weights and is unpatched."""

@@ -37,6 +37,7 @@ from moe_ep_bench.bench.result import Row, as_columns, identity
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import CASES_FAILED, OK, UserError, brief, naming, printable, progress_bar
 from moe_ep_bench.facts import CaseFacts, ServedFacts
+from moe_ep_bench.facts.words import title_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Policy, make_policy
@@ -122,16 +123,13 @@ class ServedComparison:
 
     @property
     def title(self) -> str:
-        serve = self.experiment.serve
-        load = f"{serve.concurrency} in flight" if serve.rate is None else f"{serve.rate:g} requests/s"
-        return f"{self.model.name}, {load}, {serve.rounds} rounds of {serve.requests} requests"
+        return title_words(self.facts())
 
     def facts(self) -> ServedFacts:
         """The comparison's entry in ``run.json``."""
         serve, prompts = self.experiment.serve, self.experiment.prompts
         of_file = None if prompts.file is None else prompts.file.name
         return ServedFacts(
-            title=self.title,
             model=self.model.name,
             served=serve.model,
             num_batches=serve.rounds,

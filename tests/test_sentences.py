@@ -54,7 +54,6 @@ SAID = {
     "quality/routed.py": {"impossible"},
     "quality/session.py": {"_comparisons"},
     "quality/tasks.py": {"check_task"},
-    "quality/text.py": {"Text"},
     "serving/__init__.py": {"check_config"},
     "serving/backends.py": {"Backend", "backend_of"},
     "serving/client.py": {"Client"},

@@ -593,30 +593,29 @@ def _unsolved_words(why: Unsolved) -> str:
     )
 
 
+_NOTES = {
+    "skew_is_assumed": "the traffic's skew is assumed: a recording of your server may choose otherwise "
+    "(docs/servers.md)",
+    "plan_time_of_this_cpu": "time to plan was measured on this CPU (emulate.replication: plan_ms)",
+    "scored_where_chosen": "the pick was chosen and scored on the same traffic, so its speedup is slightly optimistic",
+    "few_draws": "{number} draws of the traffic give wide intervals: more draws tell more (sweep.workload.seed)",
+    "one_layer": "speedups are of one MoE layer: a whole model gains less (docs/model.md)",
+    "mass_is_not_accuracy": "score mass is not accuracy: evaluate the model first (docs/quality.md)",
+    "of_traffic_alone": MODEL_CAVEAT,
+}
+
+
 def note_words(note: Note) -> Line:
     """A note as people read it."""
     if note.kind == "warning":
         return Line(note.text or "", is_warning=True)
-    words = {
-        "skew_is_assumed": "the traffic's skew is assumed: a recording of your server may choose otherwise "
-        "(docs/servers.md)",
-        "plan_time_of_this_cpu": "time to plan was measured on this CPU (emulate.replication: plan_ms)",
-        "scored_where_chosen": "the pick was chosen and scored on the same traffic, so its speedup is slightly "
-        "optimistic",
-        "few_draws": f"{note.number} draws of the traffic give wide intervals: more draws tell more "
-        "(sweep.workload.seed)",
-        "one_layer": "speedups are of one MoE layer: a whole model gains less (docs/model.md)",
-        "mass_is_not_accuracy": "score mass is not accuracy: evaluate the model first (docs/quality.md)",
-        "of_traffic_alone": MODEL_CAVEAT,
-    }
     if note.kind == "mixed_machines":
-        assert note.scope is not None
-        assert note.scale is not None
-        return Line(mixed_words(note.scope, note.scale))
-    if note.kind == "layers_differ":
-        assert note.layers is not None
+        return Line(mixed_words(note.scope or "layer", note.scale or 1))
+    if note.layers is not None:
         return Line(skew_words(note.layers))
-    return Line(chance_words(note.number or 0)[0] if note.kind == "chance" else words[note.kind])
+    if note.kind == "chance":
+        return Line("".join(chance_words(note.number or 0)))
+    return Line(_NOTES.get(note.kind, "").format(number=note.number))
 
 
 _DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from moe_ep_bench.analysis import notes as said
 from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, load, load_timed, routing, timings, values_of
 from moe_ep_bench.analysis.columns import (
     COLUMNS,
@@ -44,23 +45,6 @@ from moe_ep_bench.analysis.columns import (
     percentage,
     render,
     text,
-)
-from moe_ep_bench.analysis.notes import (
-    BOTH_RANKS,
-    CHANGES,
-    INCONCLUSIVE,
-    ONE_LAUNCH,
-    OVERSUBSCRIBED,
-    chance_words,
-    conditions_differ,
-    equivalence_words,
-    equivalent_words,
-    gate_lines,
-    lost_words,
-    native_moved,
-    rerouted_words,
-    threads_words,
-    work_differs,
 )
 from moe_ep_bench.analysis.store import ITERATION, Store, jobs
 from moe_ep_bench.facts import NOT_EXECUTED, Pairs, TimedFacts
@@ -155,9 +139,13 @@ def _side_by_side(sides: Sides, frames: Sequence[pd.DataFrame], ratios: Sequence
 
 def _lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
     """Why a row has no numbers of some run, by what runs are called; None where it has all."""
-    found = {name: row[f"status_{run}"] for run, name in runs.items() if not missing(row[f"status_{run}"])}
-    lost = {name: (found[name], row[f"reason_{run}"]) for run, name in runs.items() if found.get(name, "ok") != "ok"}
-    return lost_words(lost, only_in=next(iter(found)) if len(found) < len(runs) else None)
+    lost = []
+    for run, name in runs.items():
+        if missing(status := row[f"status_{run}"]):
+            return f"only in {next(other for key, other in runs.items() if key != run)}"
+        if status != "ok":
+            lost.append(f"{status} in {name}: {' '.join(row[f'reason_{run}'].split())}")
+    return "; ".join(lost) or None
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -263,7 +251,7 @@ def _judged(row: Row, ratio: Estimate | None) -> Row:
         "no_floor": floor is None,
         "in_floor": verdict == "inconclusive",
     }
-    why = next((INCONCLUSIVE[reason] for reason, holds in reasons.items() if holds), None)
+    why = next((said.INCONCLUSIVE[reason] for reason, holds in reasons.items() if holds), None)
     return found | {"verdict": "inconclusive" if why else _WORDS.get(verdict, verdict), "why": why}
 
 
@@ -320,21 +308,23 @@ def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _notes(rows: pd.DataFrame, then: Known, now: Known) -> Iterator[str | Line]:
     """What is needed to read a comparison's rows; conditions of either job that the other did not record are alike."""
-    yield CHANGES
-    yield from chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
+    yield said.CHANGES
+    yield from said.chance_words(int(rows["change_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
     if rows["origin_new"].eq("measured").any() and rows["change_num_launches"].max() == 1:
-        yield ONE_LAUNCH
+        yield said.ONE_LAUNCH
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
     differing = [name for name in then if name in now and now[name][0] != then[name][0]]
-    if differing:
-        yield conditions_differ({name: (then[name][1], now[name][1]) for name in differing})
-    for name in ("dropped_share", "rerouted_share", "retained_mass"):
+    if words := ", ".join(f"{name} {then[name][1]} -> {now[name][1]}" for name in differing):
+        yield Line(f"conditions differ: {words}", is_warning=True)
+    for name, does in (("dropped_share", "drops"), ("rerouted_share", "reroutes"), ("retained_mass", "keeps")):
         differ = rows[(rows[f"{name}_new"] - rows[f"{name}_base"]).abs() > _ROUTING_STEP]
         for row in differ.to_dict("records"):  # equal ids mean equal routing
-            yield work_differs(row["label"], name, row[f"{name}_base"], row[f"{name}_new"])
+            shares = (100 * row[f"{name}_{run}"] for run in _JOBS.runs)
+            yield Line(said.OTHER_WORK.format(row["label"], does, *shares), is_warning=True)
     for row in _native_moved(rows).to_dict("records"):
-        yield native_moved(row["verdict"], _percent(row["change_ratio"]))
+        words = said.NATIVE_MOVED.format(row["verdict"], _percent(row["change_ratio"]))
+        yield Line(words, is_warning=True)
 
 
 def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[Line]:
@@ -345,7 +335,10 @@ def _answer(rows: pd.DataFrame, limit: float | None) -> Iterator[Line]:
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
     yield Line(f"{len(policies)} policies: {', '.join(f'{counts.get(verdict, 0)} {verdict}' for verdict in shown)}")
     if limit is not None:
-        yield from gate_lines(limit, *(rows["label"][rows["outcome"] == name] for name in ("slower", "open")))
+        slower, still_open = (", ".join(rows["label"][rows["outcome"] == name]) for name in ("slower", "open"))
+        yield Line(said.SLOWER.format(100 * limit, slower or "none"))
+        if still_open:
+            yield Line(said.UNDECIDED.format(100 * limit, still_open), is_warning=True)
 
 
 # ---- validate --------------------------------------------------------------------------------------------------------
@@ -399,12 +392,12 @@ def compare_ranks(directory: Path) -> Change:
         *(f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()),
         f"links: {describe_links(written.links, written.exchange)}",
         *(Line(f"not comparable: {words}", is_warning=True) for words in dict.fromkeys(why.values()) if words),
-        equivalence_words(margin),
+        said.EQUIVALENCE.format(margin),
     ]
     alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
     columns = [column for column in _RANKS.shown if column.name not in alike]
     columns += [*lost_columns(rows), COLUMNS["retained_mass"]]
-    title = rows["comparison"].iloc[0] if "comparison" in alike else BOTH_RANKS
+    title = rows["comparison"].iloc[0] if "comparison" in alike else said.BOTH_RANKS
     of_controls = rows["role"].map({"baseline": "native", "noise": "floor"})
     shown = rows.assign(shown_verdict=rows["verdict"].fillna(of_controls))
     answer = [Line(_equivalent_words(rows, margin))]
@@ -435,10 +428,10 @@ def _incomparable(rows: pd.DataFrame) -> str | None:
     first, measured = rows.iloc[0], rows[(rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
     rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]].unique()
     if first["oversubscribed_real"]:
-        return OVERSUBSCRIBED
+        return said.OVERSUBSCRIBED
     if first["threads_real"] != first["threads_emulated"]:
-        return threads_words(first["threads_real"], first["threads_emulated"])
-    return rerouted_words(rerouted) or None
+        return said.OTHER_THREADS.format(first["threads_real"], first["threads_emulated"])
+    return said.OTHER_ROUTING.format(", ".join(rerouted)) if len(rerouted) else None
 
 
 def _equivalent_words(rows: pd.DataFrame, margin: str) -> str:
@@ -448,7 +441,7 @@ def _equivalent_words(rows: pd.DataFrame, margin: str) -> str:
         of = "speedups" if quantity == ALL else f"speedups of {quantity} alone"
         largest = (claims["ratio_median"].astype(float) - 1).abs().max()
         counts = claims["verdict"].value_counts().to_dict()
-        parts.append(equivalent_words(of, counts, margin, None if pd.isna(largest) else largest))
+        parts.append(said.equivalent_words(of, counts, margin, None if pd.isna(largest) else largest))
     return "; ".join(parts)
 
 

@@ -9,7 +9,7 @@ Tables of other modules, of two runs side by side and of papers' claims have the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -30,7 +30,7 @@ from moe_ep_bench.facts.words import (
     skew_words,
     spare_words,
 )
-from moe_ep_bench.machine.monitor import Capped, Slowed, Taken, capped, disturbances
+from moe_ep_bench.machine.monitor import Capped, Disturbance, capped, disturbances
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
@@ -360,23 +360,22 @@ def _weak_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFram
     ]
 
 
-# NVML's reasons for a low clock.
-_SLOWDOWNS = {
-    "hw_thermal": "heat",
-    "sw_thermal": "heat",
-    "hw_power_brake": "the brake of its power supply",
-    "hw_slowdown": "its hardware (heat or power)",
+# The CPU's have no share of the host: a rank may be bound to some of its cores, and others work on any.
+_TAKEN = "{} {cores:.2f} cores of {where} while it was timed (a rank may use {num_cores})"
+_SLOWED = "rank {where}'s GPU was slowed down by {} in {percent:.3g} % of the samples"
+_DISTURBED = {
+    "processes": (_TAKEN, "other processes used"),
+    "hypervisor": (_TAKEN, "the hypervisor took"),
+    "hw_thermal": (_SLOWED, "heat"),
+    "sw_thermal": (_SLOWED, "heat"),
+    "hw_power_brake": (_SLOWED, "the brake of its power supply"),
+    "hw_slowdown": (_SLOWED, "its hardware (heat or power)"),
 }
 
 
-def disturbance_words(what: Taken | Slowed) -> str:
-    """The CPU's words have no share of the host: a rank may be bound to some of its cores, and others work on any."""
-    if isinstance(what, Slowed):
-        reason = _SLOWDOWNS[what.reason]
-        return f"rank {what.rank}'s GPU was slowed down by {reason} in {100 * what.share:.3g} % of the samples"
-    who = {"processes": "other processes used", "hypervisor": "the hypervisor took"}[what.by]
-    cores = f"{what.cores:.2f} cores of {what.host} while it was timed"
-    return f"{who} {cores} (a rank may use {what.num_cores})"
+def disturbance_words(one: Disturbance) -> str:
+    sentence, what = _DISTURBED[one.kind]
+    return sentence.format(what, percent=100 * one.share, **one._asdict())
 
 
 def power_words(held: Capped | None) -> str:
@@ -517,54 +516,16 @@ INCONCLUSIVE = {
 }
 
 
-def lost_words(lost: Mapping[str, tuple[str, str]], only_in: str | None) -> str | None:
-    """Why a case has no numbers of some run: status and reason by run, or the run that alone has it; None = it has."""
-    if only_in is not None:
-        return f"only in {only_in}"
-    return "; ".join(f"{status} in {run}: {' '.join(reason.split())}" for run, (status, reason) in lost.items()) or None
-
-
-def conditions_differ(differing: Mapping[str, tuple[str, str]]) -> Line:
-    """Conditions of BASE and NEW by name."""
-    return Line(f"conditions differ: {', '.join(f'{name} {a} -> {b}' for name, (a, b) in differing.items())}", True)
-
-
-def work_differs(label: str, quantity: str, base: float, new: float) -> Line:
-    """A share by which the work of a case differs from run to run."""
-    does = {"dropped_share": "drops", "rerouted_share": "reroutes", "retained_mass": "keeps"}[quantity]
-    shares = f"{100 * base:.1f} % in BASE and {100 * new:.1f} % in NEW"
-    return Line(f"{label} {does} {shares}: not of the same work", True)
-
-
-def native_moved(verdict: str, change: str) -> Line:
-    """Native's own time changed, by a signed percentage."""
-    return Line(f"native itself became {verdict} ({change} %): the machine changed, or code that all cases share", True)
-
-
-def gate_lines(limit: float, slower: Iterable[str], still_open: Iterable[str]) -> Iterator[Line]:
-    """The labels that a gate stops, and those on which it could not decide."""
-    over = f"slower by more than {100 * limit:g} %"
-    yield Line(f"{over}, beyond noise: {', '.join(slower) or 'none'}")
-    if words := ", ".join(still_open):
-        yield Line(f"undecided whether {over}: {words}", True)
-
-
-def rerouted_words(labels: Iterable[str]) -> str:
-    """Cases that were routed otherwise in both runs; empty where none was."""
-    words = ", ".join(labels)
-    return words and f"routing is not the same in both runs: {words}"
-
-
-def threads_words(real: int, emulated: int) -> str:
-    return f"each real rank computed with {real} thread(s), the emulated one with {emulated}"
-
-
-def equivalence_words(margin: str) -> str:
-    """What the verdicts of ``validate`` mean."""
-    return (
-        f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {margin} (two one-sided "
-        "tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch"
-    )
+OTHER_WORK = "{} {} {:.1f} % in BASE and {:.1f} % in NEW: not of the same work"
+NATIVE_MOVED = "native itself became {} ({} %): the machine changed, or code that all cases share"
+SLOWER = "slower by more than {:g} %, beyond noise: {}"
+UNDECIDED = "undecided whether slower by more than {:g} %: {}"
+OTHER_ROUTING = "routing is not the same in both runs: {}"
+OTHER_THREADS = "each real rank computed with {} thread(s), the emulated one with {}"
+EQUIVALENCE = (
+    "equivalent: the whole 95 % interval of emulated over measured speedup lies within {} (two one-sided tests at "
+    "2.5 %); different: all of it lies outside; the ratio is taken batch by batch"
+)
 
 
 def equivalent_words(of: str, counts: Mapping[str, int], margin: str, largest: float | None) -> str:
@@ -578,9 +539,7 @@ def equivalent_words(of: str, counts: Mapping[str, int], margin: str, largest: f
 # ---- answers, and papers' claims -------------------------------------------------------------------------------------
 
 
-def answers_title(facts: JudgedFacts, title: str) -> str:
-    """Of the table of cross-entropies."""
-    return f"{title}: answers of the whole model, routing of {facts.num_ranks} virtual ranks; not timed"
+ANSWERS = "{}: answers of the whole model, routing of {} virtual ranks; not timed"
 
 
 def entropy_words(num_batches: float) -> str:
@@ -624,8 +583,5 @@ OVER_TOPK = f"over topk: ours over topk, {SAME_KERNELS}, where native differs fr
 WHY_THEY_DIFFER = "Why they differ, and what was inferred"
 NOT_CHOSEN = "the config's first traffic, for none was chosen beforehand"
 
-
-def claims_title(*, are_layers: bool, how: str) -> str:
-    """Of the table of papers' numbers."""
-    ours = "one layer here" if are_layers else "whole models here, from end to end"
-    return f"Papers' numbers and {ours}: {how}"
+CLAIMS_OF_LAYERS = "Papers' numbers and one layer here: {}"
+CLAIMS_OF_MODELS = "Papers' numbers and whole models here, from end to end: {}"

@@ -29,12 +29,13 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import (
+    CLAIMS_OF_LAYERS,
+    CLAIMS_OF_MODELS,
     NOT_CHOSEN,
     OURS,
     OVER_TOPK,
     UNCLAIMED,
     WHY_THEY_DIFFER,
-    claims_title,
     layers_words,
 )
 from moe_ep_bench.analysis.store import ITERATION, Store, with_draws_apart
@@ -295,10 +296,11 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
     claimed = set(rows["comparison_id"])
     about = (one.facts for one in with_draws_apart(store).comparisons if one.comparison_id in claimed)
     notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := layers_words(facts)))
+    title = CLAIMS_OF_LAYERS if rows["ours_of"].eq("layer").all() else CLAIMS_OF_MODELS
     ran = measured(store)
     used = {name: said_once(ran[name]) for name in ("device", "links")}
     how = "; ".join([said_once(ran["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
-    return Table(rows, columns, claims_title(are_layers=rows["ours_of"].eq("layer").all(), how=how), notes)
+    return Table(rows, columns, title.format(how), notes)
 
 
 def _ours(row: Row, column: str, none: str = "not measured") -> str:

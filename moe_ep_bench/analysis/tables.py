@@ -34,8 +34,8 @@ from moe_ep_bench.analysis.columns import (
     text,
 )
 from moe_ep_bench.analysis.notes import (
+    ANSWERS,
     ORDERINGS,
-    answers_title,
     chance_words,
     entropy_words,
     leaves_idle,
@@ -156,7 +156,7 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
 
 
 def _text_title(store: Store, rows: pd.DataFrame) -> str:
-    return answers_title(_facts_of(store, rows), rows["title"].iloc[0])
+    return ANSWERS.format(rows["title"].iloc[0], _facts_of(store, rows).num_ranks)
 
 
 def _facts_of(store: Store, rows: pd.DataFrame) -> Any:

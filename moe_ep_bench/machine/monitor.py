@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -144,25 +144,20 @@ def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequenc
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
-class Taken(NamedTuple):
-    """CPU time of a host that our ranks did not get, in cores; a rank may use ``num_cores``."""
+class Disturbance(NamedTuple):
+    """What took cores of a host, or slowed a rank's GPU down.
 
-    host: str
-    by: Literal["processes", "hypervisor"]
-    cores: float
-    num_cores: int
+    Attributes:
+        kind: processes, hypervisor, or one of ``THROTTLE_REASONS``.
+        share: of the cores that a rank may use, or of a GPU's samples.
+        where: the host, or the rank.
+    """
 
-    @property
-    def share(self) -> float:
-        return self.cores / self.num_cores
-
-
-class Slowed(NamedTuple):
-    """The share of samples in which a rank's GPU was slowed down, and NVML's reason (``THROTTLE_REASONS``)."""
-
-    rank: int
-    reason: str
+    kind: str
     share: float
+    where: str | int
+    cores: float = 0.0
+    num_cores: int = 0  # that a rank may use
 
 
 class Capped(NamedTuple):
@@ -182,7 +177,7 @@ class Capped(NamedTuple):
     fastest_mhz: float
 
 
-def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[Taken | Slowed]:
+def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[Disturbance]:
     """What makes the times doubtful: the highest share of each kind, where that is above the limit.
 
     Args:
@@ -192,14 +187,14 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[Taken | Slo
     for host in dict(states):
         of_host = [state for name, state in states if name == host]
         machine = of_host[0]  # all ranks of a host see the same
-        own_s, wall_s = sum(state.own_cpu_s for state in of_host), machine.wall_s or np.inf
-        foreign_s, stolen_s = (machine.machine_cpu_s or 0.0) - own_s, machine.stolen_s or 0.0
-        foreign.append(Taken(host, "processes", foreign_s / wall_s, machine.num_cores))
-        stolen.append(Taken(host, "hypervisor", stolen_s / wall_s, machine.num_cores))
+        foreign_s = (machine.machine_cpu_s or 0.0) - sum(state.own_cpu_s for state in of_host)
+        for found, kind, cpu_s in ((foreign, "processes", foreign_s), (stolen, "hypervisor", machine.stolen_s or 0.0)):
+            cores = cpu_s / machine.wall_s if machine.wall_s > 0 else 0.0
+            found.append(Disturbance(kind, cores / machine.num_cores, host, cores, machine.num_cores))
     for rank, (_, state) in enumerate(states):
         shares = dict(state.throttle_shares or {})
         reason = max(_SLOWDOWNS, key=lambda name: shares.get(name, 0.0))
-        slowed.append(Slowed(rank, reason, shares.get(reason, 0.0)))
+        slowed.append(Disturbance(reason, shares.get(reason, 0.0), rank))
     kinds = ((foreign, _MOST_FOREIGN), (stolen, _MOST_STOLEN), (slowed, _MOST_SLOWED))
     worst = ((max(found, key=lambda one: one.share), most) for found, most in kinds if found)
     return [one for one, most in worst if one.share > most]

@@ -96,7 +96,7 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.side_group)
         return values[0]
 
-    def first_error(self, error: T) -> tuple[int, T] | None:
+    def first_error(self, error: T | None) -> tuple[int, T] | None:
         """The first rank that has an error (empty = none), and what it is; None if none has. Every rank calls this."""
         return next(((rank, one) for rank, one in enumerate(self.all_gather(error)) if one), None)
 

@@ -108,7 +108,7 @@ def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.
 def real_ranks(**attributes: object) -> RealRanks:
     """As much of a runner as a test needs."""
     runner = RealRanks.__new__(RealRanks)
-    vars(runner).update({"job": mock.Mock(), "captured": None, "_stats": {}, "dtype": torch.float32, **attributes})
+    vars(runner).update({"job": mock.Mock(), "captured": None, "_stats": {}, "tolerance": 1e-4, **attributes})
     return runner
 
 

@@ -13,8 +13,10 @@ from gpu_pages import SEEN, SETTINGS, of_h100, of_h200
 
 from moe_ep_bench.analysis.answer_costs import orderings_met
 from moe_ep_bench.analysis.store import load
+from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.errors import OK
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "results" / "reference"
@@ -465,3 +467,11 @@ def test_a_modelled_reference_rests_on_todays_figures(name: str) -> None:
     for facts in timed:
         assert facts.device == Device.load(facts.device.name).facts
         assert facts.links == Links.load(facts.links.name).facts(facts.links.bandwidth_scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in REFERENCE.glob("*/run.json")))
+def test_a_summary_is_what_show_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``launch/references.sh --redraw`` prints it anew."""
+    assert main(["show", f"results/reference/{name}"]) == OK
+    assert capsys.readouterr().out == (REFERENCE / name / "summary.txt").read_text()

@@ -258,7 +258,8 @@ def of_balancing() -> list[str]:
         f"{100 * more.min():.0f} to {100 * more.max():.0f} % more: {extremes(llep['ours'])} (16 slots); balanced "
         f"{100 * (1 - balanced / 1.07):.0f} % less: {balanced:.2f} |",
         f"holds on drawn loads: {' to '.join(reach(ultra[0], 'native', ultra[2]))}, {' to '.join(reach(*ultra))} (EP",
-        f"a layer is shorter by {extremes(100 * metro[0], '.0f')} % at 0 us, {extremes((100 * metro[1]).round() + 0.0, '.0f')} % at 10"
+        f"a layer is shorter by {extremes(100 * metro[0], '.0f')} % at 0 us, "
+        f"{extremes((100 * metro[1]).round() + 0.0, '.0f')} % at 10"
         f"; {extremes(100 * fewer, '.0f')} % fewer activated experts |",
         f"| {100 * (1 - flash[2] / flash[1]):.0f} %: {flash[2]:.2f} against {flash[1]:.2f} |",
     ]

@@ -440,7 +440,7 @@ def _equivalent_words(rows: pd.DataFrame, margin: str) -> str:
     for quantity, claims in rows[rows["verdict"].notna()].groupby("quantity", sort=False):
         of = "speedups" if quantity == ALL else f"speedups of {quantity} alone"
         largest = (claims["ratio_median"].astype(float) - 1).abs().max()
-        counts = claims["verdict"].value_counts().to_dict()
+        counts = {str(verdict): number for verdict, number in claims["verdict"].value_counts().items()}
         parts.append(said.equivalent_words(of, counts, margin, None if pd.isna(largest) else largest))
     return "; ".join(parts)
 

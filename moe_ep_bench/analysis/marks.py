@@ -166,8 +166,10 @@ def _draw_cell(axes: Axes, cell: Cell, looks: Mapping[str, Look], inches: float)
     points = rcParams["axes.labelsize"]
     axes.set_xlabel(folded(axes.get_xlabel(), cell.share * (inches - 0.5), points) if cell.hidden != "bottom" else "")
     axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, cell.height - 0.7), points))
-    if cell.hidden:
-        axes.tick_params(**{f"label{cell.hidden}": False})
+    if cell.hidden == "left":
+        axes.tick_params(labelleft=False)
+    elif cell.hidden == "bottom":
+        axes.tick_params(labelbottom=False)
     origins = {origin for origin in cell.facet["origin"].dropna() if origin in ORIGINS}
     frame(axes, next(iter(origins)) if len(origins) == 1 else None)
     return axes

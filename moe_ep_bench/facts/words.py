@@ -471,7 +471,7 @@ def assumption_words(assumed: Assumption) -> str:
         return f"{assumed.counted.file}: {counted_words(assumed.counted)}"
     if assumed.kind == "asked_layers":
         assert assumed.layers is not None
-        return _asked_words(assumed.layers)
+        return _layers_asked_words(assumed.layers)
     if assumed.kind == "topk_share":
         equal = ", equal over the top-k, so that the mass kept only counts pairs" if assumed.scores_are_assumed else ""
         return f"assumed: top-k score mass {assumed.topk_share:g}{equal}"
@@ -494,7 +494,7 @@ def assumption_words(assumed: Assumption) -> str:
     return f"left out: {names}: {_LACKING[assumed.need]}"
 
 
-def _asked_words(layers: AskedLayers) -> str:
+def _layers_asked_words(layers: AskedLayers) -> str:
     """How many layers stand for all, and how far all differ."""
     loads = layers.fullest_rank.items()
     several = len(loads) > 1

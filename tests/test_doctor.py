@@ -54,6 +54,18 @@ def test_somebodys_own_torchrun_has_its_ranks_exchange(tmp_path: Path) -> None:
     assert done.stdout.count("every value was right") == 1, "the other rank prints problems and notes alone"
 
 
+def test_a_doctor_that_hangs_is_ended(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from moe_ep_bench.machine import doctor; doctor._LIMIT_S = 0.2; "
+        "doctor.exchange = lambda: iter(lambda: time.sleep(600), 0); doctor.doctor(Path(sys.argv[1]), None)"
+    )
+    of_rank = {**environment(), "RANK": "0", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=of_rank, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Timeout (0:00:00.200000)!")
+
+
 def test_no_gpu_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor.gpus()
     assert finding.status == NOTE

@@ -28,9 +28,35 @@ from test_run import cases_of, environment, free_port, launch, statuses, write_c
 
 from moe_ep_bench import results
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.bench.inspection import LayerLook, Look
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.policies import Routing
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
+
+SOUND = torch.ones(2, 2)
+UNSOUND = torch.tensor([[1.0, 1.0], [1.0, float("inf")]])
+
+
+@pytest.mark.parametrize(
+    ("layer", "where", "problem"),
+    [
+        (None, None, ""),
+        (3, None, ""),
+        (None, "gated_TE", "the gate's logits"),
+        (3, "gated_TE", "the gate's logits, layer 3"),
+        (3, "weights_TE", "routing weights, layer 3"),
+        (3, "output_ND", "output, layer 3"),
+        (None, "output", "output"),
+        (3, "output", "the logits"),
+    ],
+)
+def test_what_is_not_finite_is_named(layer: int | None, where: str | None, problem: str) -> None:
+    at = {name: UNSOUND if name == where else SOUND for name in ("gated_TE", "weights_TE", "output_ND", "output")}
+    routing = Routing(map_TE=SOUND.bool(), weights_TE=at["weights_TE"])
+    seen = LayerLook(routing, gated_TE=at["gated_TE"], input_ND=SOUND, output_ND=at["output_ND"])
+    assert Look(at["output"], {layer: seen}).problem == (problem and f"NaN or Inf in {problem}")
+
 
 SMALL = {"workload__num_batches": 1, "measure__iterations": 2}
 ENDLESS = {

@@ -194,3 +194,25 @@ def test_without_transformers_a_line_says_what_to_install(
     assert main(arguments) == USER_ERROR
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert "pip install 'moe-ep-bench[models]'" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], {"out": Path("recordings/olmoe-words.safetensors"), "similarity": None, "sequence_length": 512}),
+        (["--similarity", "s", "--num-sequences", "3"], {"out": None, "similarity": Path("s"), "num_sequences": 3}),
+        (["--similarity", "s", "--out", "o", "--sequence-length", "9"], {"out": Path("o"), "sequence_length": 9}),
+    ],
+)
+def test_the_command_records_what_is_asked_and_prints_it(more, expected, monkeypatch, capsys) -> None:
+    asked: list[Any] = []
+
+    def recorded(model: Path, text: Path, **how: Any) -> str:
+        asked.extend((model, text, how))
+        return "what it holds"
+
+    monkeypatch.setattr("moe_ep_bench.quality.recording.record", recorded)
+    assert main(["trace", "record", "checkpoints/olmoe", "--text", "texts/words.txt", *more]) == 0
+    assert asked[:2] == [Path("checkpoints/olmoe"), Path("texts/words.txt")]
+    assert asked[2] == {**asked[2], **expected}
+    assert capsys.readouterr().out == "what it holds\n"

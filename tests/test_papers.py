@@ -175,6 +175,35 @@ def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
     drop = cases(store).set_index("policy").loc["token_drop"]
     assert rows["ours"][0] == drop["speedup_median"]
     assert rows["ours"][3] == drop["dropped_share"]
+    assert rows["claim"].tolist() == [
+        "Table 1, end to end",
+        "Table 1 (ours: all MoE layers)",
+        "Table 1, end to end",
+        "Table 1 (ours: all MoE layers)",
+        "Table 1, end to end",
+    ]
+
+
+def test_numbers_of_loads_and_phases_are_over_natives_or_native_over_them(tmp_path: Path) -> None:
+    """Nothing is over a phase that takes native no time."""
+    drop, *others = standard_cases()
+    drop = dataclasses.replace(drop, expert_load=np.full(8, 0.75))
+    free = [dataclasses.replace(one, phase_factors={"dispatch": 0.0, "combine": 0.0}) for one in others]
+    metrics = ("imbalance_cut", "permute_time", "comm_time")
+    store = claimed(
+        write_run(tmp_path, [FakeComparison(cases=[drop, *free])]),
+        [{"metric": metric, "paper": 1.0} for metric in metrics],
+    )
+    rows, by_policy = claims(store), cases(store).query("role != 'noise'").set_index("policy")
+    ours, native = by_policy.loc["token_drop"], by_policy.loc["native"]
+    expected = [
+        native["fullest_expert"] / ours["fullest_expert"],
+        ours["permute_ms"] / native["permute_ms"],
+    ]
+    assert rows["ours"][:2].tolist() == pytest.approx(expected)
+    assert expected[0] != pytest.approx(1 / expected[0])
+    assert pd.isna(rows["ours"][2])
+    assert rows["unmeasured"][2] == "the case or its baseline was not measured"
 
 
 def test_a_missing_number_has_the_reason_of_the_case_that_failed(tmp_path: Path) -> None:

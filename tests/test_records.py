@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -57,6 +58,8 @@ def test_a_ranks_own_error_is_not_its_peers(error: Exception, reason: str) -> No
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
+    write_json(path, {"z": 1, "first": 2})
+    assert path.read_text() == '{\n  "first": 2,\n  "z": 1\n}\n', "equal content has equal bytes"
     write_json(path, {"first": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"second": float("nan")})
@@ -263,6 +266,15 @@ def test_force_begins_anew_with_the_first_launch_and_what_was_lost_twice_is_not_
     write_json(directory.attempts / "x.json", [Loss("failed", "y")] * 3)
     assert left(0) == ([], ["failed: y (3 attempts)"] * 2), "the whole comparison was"
     assert left(0, force=True) == (["a", "b"], [])
+
+
+def test_a_comparison_that_is_done_has_its_place_among_those_that_are_not(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    cases = {name: [SimpleNamespace(case_id=f"{name}{number}") for number in "01"] for name in "xyz"}
+    points: Any = [SimpleNamespace(comparison_id=name, table="samples", cases=of) for name, of in cases.items()]
+    directory.write("samples", "y", [{"case_id": f"y{n}", "status": "ok"} for n in "01"], 0)
+    found = [one.case_ids for one in pending_cases(directory, points, 0, force=False)]
+    assert found == [["x0", "x1"], [], ["z0", "z1"]]
 
 
 def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description(tmp_path: Path) -> None:

@@ -115,6 +115,17 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
     assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([16, 96]).all()
 
 
+def test_layers_are_one_comparison_whatever_their_order(full: Path, tmp_path: Path) -> None:
+    write_recordings(tmp_path)
+    route(write_config(tmp_path, FULL, sweep={"workload.layer": [2, 0, 1], **FULL["sweep"]}), tmp_path / "out", [])
+    one, other = (
+        [(two.facts.layer, two.facts.workload.layers, two.facts.title) for two in load(out).comparisons]
+        for out in (full, tmp_path / "out")
+    )
+    assert one == other
+    assert [layer for layer, *_ in other] == [0, 0]
+
+
 def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
     replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]

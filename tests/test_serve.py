@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -34,6 +37,7 @@ from moe_ep_bench.analysis.store import load
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.errors import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.files import read_json
 from moe_ep_bench.quality.tasks import task_manager
 from moe_ep_bench.serving import POLICY, RECORD, server
 from moe_ep_bench.serving.client import Answer, Client
@@ -470,6 +474,34 @@ def test_the_figure_has_the_floor_of_each_quantity_and_all_shares_of_equal_answe
     }
     (ends,) = [axes.get_ylim() for axes in panels if axes.get_ylabel().startswith("equal")]
     assert ends == pytest.approx((-5, 105))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ([], None),
+        (["baseline"], "native's server was not measured, so there are no speedups"),
+        (["noise"], "native was not measured a second time, so there is no noise floor and no verdict"),
+    ],
+)
+def test_what_a_lost_native_leaves_unknown_is_warned_of(
+    done: Path, lost: list[str], words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(done / "out", tmp_path / "out")
+    ids = [
+        case_id for case_id, case in read_json(tmp_path / "out" / "run.json")["cases"].items() if case["role"] in lost
+    ]
+    for part in (tmp_path / "out" / "requests").iterdir():
+        rows = pq.read_table(part)
+        is_lost = pc.is_in(rows["case_id"], pa.array(ids, pa.string()))
+        status = pc.if_else(is_lost, "failed", rows["status"])
+        pq.write_table(rows.set_column(rows.schema.get_field_index("status"), "status", status), part)
+    assert main(["show", str(tmp_path / "out")]) == OK
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "native's server was not" not in shown or lost == ["baseline"]
+    assert words is None or f"warning: {words}" in shown
+    assert "second time" not in shown or lost == ["noise"]
 
 
 @pytest.mark.slow

@@ -158,11 +158,24 @@ def test_a_daemon_that_is_there_is_used_and_stays(mps, tmp_path: Path) -> None:
     assert log.read_text() == ""
 
 
-def test_without_one_ranks_take_turns_and_a_line_says_why(mps, capsys: pytest.CaptureFixture[str]) -> None:
-    mps("echo no permission >&2; exit 1")
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        ("echo no permission >&2; exit 1", "no permission"),
+        ("echo no; echo '  permission '; exit 1", "no permission"),
+        ("exit 3", "status 3"),
+        ("exec sleep 60", "Command '['nvidia-cuda-mps-control', '-d']' timed out after 1.0 seconds"),
+    ],
+)
+def test_without_one_ranks_take_turns_and_a_line_says_why(
+    mps, start: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mps(start)
+    if "sleep" in start:
+        monkeypatch.setattr(sharing, "_MPS_TIMEOUT_S", 1.0)
     with shared_gpus(NCCL, 2):
         assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
-    assert capsys.readouterr().err == "moe-ep-bench: no MPS (no permission): ranks take turns on a GPU\n"
+    assert capsys.readouterr().err == f"moe-ep-bench: no MPS ({why}): ranks take turns on a GPU\n"
 
 
 def test_variables_of_the_user_stay(mps, monkeypatch: pytest.MonkeyPatch) -> None:

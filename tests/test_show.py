@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from results_builder import (
     QUIET_MACHINE,
@@ -32,6 +34,7 @@ from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import VIEWS, table_of, tables
 from moe_ep_bench.cli import main
+from moe_ep_bench.files import read_json
 
 REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 
@@ -365,6 +368,20 @@ def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
     warnings = [line for line in lines_of(tmp_path, cases=standard_cases()[2:], **changes) if "warning:" in line]
     assert len(warnings) == 1
     assert warning in warnings[0]
+
+
+@pytest.mark.parametrize(("last", "words"), [(0.6, "-4"), (1.6, "+6"), (0.95, "")])
+def test_times_that_drift_either_way_are_warned_of(tmp_path: Path, last: float, words: str) -> None:
+    """The case that drifts most counts; times of its last iteration are so many times as long."""
+    run_of(tmp_path, cases=standard_cases()[2:], num_iterations=3)
+    (topk,) = [key for key, case in read_json(tmp_path / "run.json")["cases"].items() if case["policy"] == "topk"]
+    for part in (tmp_path / "cases").iterdir():
+        rows = pq.read_table(part)
+        is_late = pc.and_(pc.equal(rows["case_id"], topk), pc.equal(rows["iteration"], 2))
+        time_us = pc.multiply(rows["time_us"], pc.if_else(is_late, last, 1.0))
+        pq.write_table(rows.set_column(rows.schema.get_field_index("time_us"), "time_us", time_us), part)
+    lines = [line for line in warnings(load(tmp_path)) if line.startswith("times drifted by ")]
+    assert [line.partition("drifted by ")[2][:2] for line in lines] == [words] * bool(words)
 
 
 @pytest.mark.parametrize("looks", [False, True])

@@ -187,6 +187,16 @@ def test_experts_change_places_within_their_group_and_groups_change_places(num_r
     assert load_R.argmax() == hot_rank or load_R.max() <= 1.02 * load_R[hot_rank]
 
 
+def test_no_other_group_may_have_a_fuller_rank_than_the_hot_one():
+    """The heaviest group could have a rank of 10 pairs, but one of another group then has 14."""
+    load_E = np.array([8, 8, 2, 2, 13, 1, 1, 1, 2, 2, 2, 2])
+    mean = load_E.sum() / 6
+    with pytest.raises(UserError, match=rf"expected about {14 / mean:.2f} to {16 / mean:.2f} on 6 ranks"):
+        solving.place_in_groups(load_E, 6, 10 / mean, 0, 3)
+    load_R = load_E[solving.place_in_groups(load_E, 6, 14 / mean, 0, 3)].reshape(6, 2).sum(axis=1)
+    assert (load_R[0], load_R.max()) == (14, 14)
+
+
 @pytest.mark.parametrize(("kind", "apart"), [("batch_peak_load", 2e-3), ("peak_load", 1e-2)])
 @pytest.mark.parametrize("share", [0.12, 0.95])
 def test_the_top_k_hold_the_share_asked_for_and_choices_stay(share, kind, apart):

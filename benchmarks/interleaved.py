@@ -55,17 +55,27 @@ def median_ratio(times: Sequence[float], yardstick: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, yardstick, strict=True))
 
 
-def replayed(run: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
-    """A CUDA graph of what ``run`` launches, so many times in a row; it keeps what ``run`` holds."""
+def replayed(run: Callable[[], Any], times: int = 1, pool: Any = None) -> Callable[[], Any]:
+    """A CUDA graph of what ``run`` launches, so many times in a row; it keeps what ``run`` holds.
+
+    Graphs of one ``pool`` share their memory: nobody may read what they compute.
+
+    Raises:
+        RuntimeError: ``run`` does what cannot be captured, such as waiting for the device.
+    """
+    outside = torch.cuda.current_stream()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()  # compiles
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            run()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            for _ in range(times):
+                run()
+    finally:
+        torch.cuda.set_stream(outside)  # An invalid capture leaves its own current.
 
     def again(_kept: Callable[[], Any] = run) -> None:
         graph.replay()

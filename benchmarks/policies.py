@@ -11,6 +11,7 @@ tokens of every expert, scatter). Ratios are medians over rounds. On the CPU num
 torch would go token by token), on the very scores that are timed; one that does not is not timed. A form is timed as
 Python launches it on an idle device (*launched*), which contains the host's time, and as a CUDA graph replays it
 (*graph*), which is what the kernels take, and of which ratios are; all else is queued behind a hold of the device.
+Torch's form is replayed from a graph too (*torch graph*); where it cannot be captured a line says why.
 Rates count the least that must move: scores read, map and weights written, once.
 
 --rehearse runs Triton's interpreter on the CPU at toy sizes: it tries ``--gpu``, and measures nothing.
@@ -166,6 +167,7 @@ class Bench:
             (ALGORITHMS["token_drop"], "torch"): partial(published, self.scores_TE, 0),
             (ALGORITHMS["expanded_drop"], "torch"): partial(published, self.scores_TE, num_local),
         }
+        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for policy in self.policies:
             if not self.by_triton:
                 policy.check(self.scores_TE, self.context)
@@ -177,12 +179,23 @@ class Bench:
             # Seconds on the host, at prefill, that no ratio needs.
             if self.is_decode or not isinstance(policy, LoadAwarePolicy):
                 contenders[label_of(policy), "torch"] = self._plain(policy)
+                if self.device.type == "cuda" and (captured := self._captured(policy, pool)) is not None:
+                    contenders[label_of(policy), "torch graph"] = captured
             compiled = self.compiled[label_of(policy)]
             if compiled is not None and label_of(policy) not in self.wrong:
                 contenders[label_of(policy), "launched"] = compiled
                 if self.device.type == "cuda":
                     contenders[label_of(policy), "graph"] = replayed(compiled, self._repeated)
         return contenders
+
+    def _captured(self, policy: Policy, pool: Any) -> Call | None:
+        """Torch's form from a CUDA graph; None where it cannot be captured, which is said."""
+        try:
+            return replayed(self._plain(policy), self._repeated, pool)
+        except Exception as error:  # the capture's end fails too, and has the cause behind it
+            (cause, *_) = str(error.__context__ or error).splitlines()
+            print(f"{label_of(policy)}: torch's form is not captured: {cause}", file=sys.stderr)
+            return None
 
     @property
     def _repeated(self) -> int:
@@ -194,18 +207,20 @@ class Bench:
 
         def measure(name: tuple[str, str], run: Call) -> float:
             taken_us = time_us(run, clock, hold_us=0.0 if name[1] == "launched" else HOLD_US)
-            return taken_us / (self._repeated if name[1] == "graph" else 1)
+            return taken_us / (self._repeated if name[1].endswith("graph") else 1)
 
         times = interleaved(self._contenders(), rounds, measure)
         rows: dict[str, dict[str, Any]] = {}
         for (label, form), of_form in times.items():
             row = rows.setdefault(label, {"what": label})
             row[f"{form} us"] = statistics.median(of_form)
-            if self.by_triton and form == "torch" and label in self.compiled:
+            if self.by_triton and form.startswith("torch") and label in self.compiled:
                 continue
             row["over top-k"] = median_ratio(of_form, times[PLAIN, "torch"])
             if (label, "torch") in times and label in self.compiled:
                 row["over torch"] = median_ratio(of_form, times[label, "torch"])
+            if (label, "torch graph") in times:
+                row["over torch graph"] = median_ratio(of_form, times[label, "torch graph"])
             if (algorithm := ALGORITHMS.get(label.split()[0])) is not None:
                 row["over published"] = median_ratio(of_form, times[algorithm, "torch"])
             row["tokens/us"] = self.num_tokens / row[f"{form} us"]

@@ -21,6 +21,7 @@ import torch
 from test_synthetic import cut_by_hand
 from virtual_time import HandClock
 
+from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import experiments_of
 from moe_ep_bench.models import load_model
 from moe_ep_bench.timing.device import Ceilings
@@ -39,6 +40,40 @@ def test_every_policy_is_timed_beside_top_k(monkeypatch: pytest.MonkeyPatch, tmp
     assert program(monkeypatch, "policies").main(["--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
     assert "over published" in capsys.readouterr().out
     assert any(tmp_path.iterdir())
+
+
+def test_torchs_form_is_replayed_from_a_graph_where_it_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of expert_drop the capture fails: a line says why, and nothing is set beside it."""
+    policies = program(monkeypatch, "policies")
+    asked: list[tuple[Any, int]] = []
+
+    def captured(run: Any, times: int, pool: str | None = None) -> Callable[[], None]:
+        asked.append((pool, times))
+        if getattr(run, "name", None) == "expert_drop":
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing\nSearch for ...")
+            finally:
+                raise RuntimeError("the capture is invalid")
+        return lambda: None
+
+    monkeypatch.setattr(policies, "replayed", captured)
+    monkeypatch.setattr(policies, "clock_for", lambda _: None)
+    monkeypatch.setattr(policies, "time_us", lambda *_, **__: 100.0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "one")
+    monkeypatch.setattr(policies.Bench, "_plain", lambda _, policy: policy)
+    bench = policies.Bench(torch.device("cpu"), 4, 16, False)
+    bench.device, bench.by_triton = torch.device("cuda"), True
+    bench.compiled = {label_of(policy): lambda: None for policy in bench.policies}
+    table = bench.table(1, None).set_index("what")
+    assert set(asked) == {("one", policies.REPEATED), (None, policies.REPEATED)}
+    each_us = 100 / policies.REPEATED
+    found = ["torch us", "torch graph us", "graph us", "over torch", "over torch graph"]
+    assert table.loc["topk", found].tolist() == [100, each_us, each_us, each_us / 100, 1]
+    assert table.loc["expert_drop", found].fillna(-1).tolist() == [100, -1, each_us, each_us / 100, -1]
+    said = "expert_drop: torch's form is not captured: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow

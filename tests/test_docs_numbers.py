@@ -391,6 +391,10 @@ def of_atlas() -> list[str]:
 # ---- docs/kernels.md -------------------------------------------------------------------------------------------------
 
 
+KERNELS = ROOT / "moe_ep_bench" / "kernels"
+FORMS = ("rows", "capacity", "budget", "sets", "laser", "decode_experts", "experts")
+
+
 def of_kernels() -> list[str]:
     """Torch, Triton and the gain, of decode and of prefill."""
     found = table("h100/policies_gpu").set_index(["what", "num_tokens"])
@@ -398,19 +402,29 @@ def of_kernels() -> list[str]:
     def gain(policy: str, num_tokens: int) -> str:
         row = found.loc[(policy, num_tokens)]
         torch_us, triton_us = row["torch us"], row["graph us"]
-        return f"{torch_us:,.0f}, {triton_us:.{1 if num_tokens == 16 else 0}f}, {torch_us / triton_us:.1f}x"
+        return f"{torch_us:,.0f}/{triton_us:.{1 if num_tokens == 16 else 0}f}, {torch_us / triton_us:.1f}x"
 
-    policies = ["topk", "token_drop capacity_factor=1.0", "expanded_drop capacity_factor=1.0"]
-    policies += ["budget_drop max_lost_mass=0.01", "oea k0=4"]
-    laser = "laser eps_high=0.9 t_fix=0.01 c=16"
+    policies = ["topk", "pruned k0=4 p=0.7", "dynamic_skip beta=0.3", "token_drop capacity_factor=1.0"]
+    policies += ["expanded_drop capacity_factor=1.0", "budget_drop max_lost_mass=0.01", "oea k0=4", "expert_drop"]
+    policies += ["lynx num_dropped=8", "xshare k0=1 budget=16"]
+    by_numba = ["laser eps_high=0.9 t_fix=0.01 c=16", "load_only"]
+    experts = table("h100/decode_experts").query("shape == 'Qwen3-30B-A3B' and num_tokens == 16").set_index("activated")
+    decode_us, grouped_us = experts.loc[49, ["decode", "grouped"]]
+    lines = {name: len((KERNELS / f"{name}_triton.py").read_text().splitlines()) for name in FORMS}
+    lines["capacity"] += len((KERNELS / "priority_triton.py").read_text().splitlines())
     alone = [found.loc[("torch.topk", num_tokens), "torch us"] for num_tokens in (16, 65_536)]
     (native_ms,) = table("h100/decode_graph").query("num_tokens == 16 and role == 'baseline'")["median_ms"]
     return [
         *(f"| `{policy.split()[0]}` | {gain(policy, 16)} | {gain(policy, 65_536)} |" for policy in policies),
         f"| `xshare` by request | {gain('xshare k0=1 scope=request request_budget=2', 16)} |",
-        f"| `laser`, against numba | {gain(laser, 16)} | {found.loc[(laser, 65_536), 'graph us']:,.0f} with Triton |",
+        *(
+            f"| `{policy.split()[0]}` | {gain(policy, 16)} | -/{found.loc[(policy, 65_536), 'graph us']:,.0f} |"
+            for policy in by_numba
+        ),
+        f"| 49 activated | {grouped_us:.0f}/{decode_us:.1f}, {grouped_us / decode_us:.1f}x | - |",
+        *(f"/{name}_triton.py) ({count}) |" for name, count in lines.items()),
         f"A layer takes {1000 * native_ms:.0f} us at 16 tokens",
-        f"`torch.topk` alone takes {alone[0]:.1f} and {alone[1]:.0f} us.",
+        f"| `torch.topk` | {alone[0]:.1f} | {alone[1]:.0f} |",
     ]
 
 

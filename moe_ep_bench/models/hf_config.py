@@ -110,7 +110,7 @@ def load_hf_model(path: Path) -> ModelSpec:
 def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
     """Keys of a config and of the parts inside it."""
     for key, value in values.items():
-        yield key
+        yield str(key)
         if isinstance(value, Mapping):
             yield from _keys_of(value)
 

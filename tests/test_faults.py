@@ -106,7 +106,8 @@ def started(config: Path, out: Path, *arguments: str, faults: str = "") -> Itera
 
 def tried(path: Path) -> bytes:
     """The case that a rank's file names; empty where it names none yet."""
-    return path.read_bytes().partition(b"\n")[2].partition(b"\n")[0]
+    lines, _, _ = path.read_bytes().partition(b"\0")
+    return lines.partition(b"\n")[2].partition(b"\n")[0]
 
 
 def wait_until(true: Callable[[], bool], seconds: float) -> None:

@@ -108,11 +108,11 @@ def load_hf_model(path: Path) -> ModelSpec:
 
 
 def _keys_of(values: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of a config and of the parts inside it."""
-    for key, value in values.items():
-        yield str(key)
-        if isinstance(value, Mapping):
-            yield from _keys_of(value)
+    """Keys of a config and of the parts inside it, however deep."""
+    parts = [values]
+    for part in parts:  # which grows
+        yield from map(str, part)
+        parts += [value for value in part.values() if isinstance(value, Mapping)]
 
 
 def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) -> ModelSpec:

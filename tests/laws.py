@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,9 @@ def _results(suite: str, num_ranks: int) -> dict[str, str | None]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        job = subprocess.run([*command, __file__, suite, report], capture_output=True, text=True, timeout=1800)
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # The package need not be installed.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        job = subprocess.run([*command, __file__, suite, report], capture_output=True, text=True, timeout=1800, env=env)
         found = json.loads(report.read_text()) if report.exists() else {}
     return {**found, "output": job.stdout[-2000:] + job.stderr[-4000:]}
 

@@ -26,6 +26,7 @@ weights, ids = torch.rand(T, E).topk(K)
 lighter = weights.clone()
 lighter[:, 1:] = 0  # one pair is left of each token
 without = ids.masked_fill(lighter == 0, -1)
+torch.inference_mode(True).__enter__()  # Transformer Engine 2.20's operators fail beside autograd (torch 2.11).
 for how, sent_ids, sent_weights in (
     ("all pairs", ids, weights),
     ("half at weight 0", ids, lighter),

@@ -94,7 +94,7 @@ def started(config: Path, out: Path, *arguments: str, faults: str = "") -> Itera
     command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(config), "--out", str(out), *arguments]
     job = subprocess.Popen(command, env=environment(faults), stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        wait_until(lambda: [bool(tried(path)) for path in (out / "attempts").glob("now-*-*")] == [True, True], 300)
+        wait_until(lambda: [bool(tried(path)) for path in (out / "attempts").glob("now-*-*")] == [True, True], 300, job)
         time.sleep(0.3)
         yield job
     finally:
@@ -110,9 +110,11 @@ def tried(path: Path) -> bytes:
     return lines.partition(b"\n")[2].partition(b"\n")[0]
 
 
-def wait_until(true: Callable[[], bool], seconds: float) -> None:
+def wait_until(true: Callable[[], bool], seconds: float, job: subprocess.Popen | None = None) -> None:
+    """Wait for what happens while the job runs, where one is named."""
     deadline = time.monotonic() + seconds
     while not true():
+        assert job is None or job.poll() is None, f"the job ended before, with status {job.poll()}"
         assert time.monotonic() < deadline, f"nothing happened for {seconds} s"
         time.sleep(0.1)
 

@@ -77,8 +77,9 @@ def launch(*arguments: object, nproc: int = 2, faults: str = "", timeout: float 
 
 
 def environment(faults: str = "") -> dict[str, str]:
-    paths = [str(TESTS.parent), *([str(TESTS / "faults")] if faults else [])]
-    return {**os.environ, "MOE_EP_BENCH_FAULTS": faults, "PYTHONPATH": os.pathsep.join(paths)}
+    """Variables of a process that finds this package, and whatever else is on this one's own PYTHONPATH."""
+    paths = [str(TESTS.parent), *([str(TESTS / "faults")] if faults else []), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "MOE_EP_BENCH_FAULTS": faults, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def cases_of(out: Path) -> pd.DataFrame:

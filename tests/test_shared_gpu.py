@@ -163,11 +163,11 @@ def test_shared_ranks_that_are_asked_to_end_while_one_is_stuck_blame_no_case_and
     config, out = small_config(tmp_path, how, **FEW, **two), tmp_path / "out"
     fault = "token_drop=hang_later" if how == "cpu" else "token_drop=stuck_later"
     with started(config, out, *flags(how), faults=fault) as job:
-        wait_until(lambda: any((out / "cases").glob("*.parquet")), 300)
+        wait_until(lambda: any((out / "cases").glob("*.parquet")), 300, job)
         finished = cases_of(out)
         stuck = set(json.loads((out / "run.json").read_text())["cases"]) - set(finished.case_id)
         (of_last,) = (out / "attempts").glob("now-*-1")
-        wait_until(lambda: tried(of_last).decode() in stuck, 300)
+        wait_until(lambda: tried(of_last).decode() in stuck, 300, job)
         time.sleep(1)
         ranks = ranks_of(job)
         job.terminate()

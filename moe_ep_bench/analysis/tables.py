@@ -388,10 +388,11 @@ def _columns_of(view: View, frame: pd.DataFrame, asked: Sequence[str]) -> list[C
 def _reasons(rows: pd.DataFrame) -> pd.Series:
     """Why each case was not measured; None where it was."""
     lost = rows[rows["status"] != "ok"]
-    words = (lost["status"] + ": " + lost["reason"].astype(str)).astype(object)
-    return words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ..."), "ignore").reindex(
-        rows.index
-    )
+    words = [
+        textwrap.shorten(f"{status}: {reason}", _REASON_WIDTH, placeholder=" ...")
+        for status, reason in zip(lost["status"], lost["reason"], strict=True)
+    ]
+    return pd.Series(words, lost.index, dtype=object).reindex(rows.index)
 
 
 def short_table(store: Store, rows: pd.DataFrame) -> Table:

@@ -30,7 +30,8 @@ tiny=()       # of emulated layers
 replayed=(--set layer.experts=decode --set layer.cuda_graph=true)
 graphs=(--set sweep.layer.cuda_graph=[true] --set sweep.workload.num_tokens=[16,512])
 bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
-te=(--set layer.experts=te --set 'sweep.layer.dtype=[bfloat16,fp8_block]' --set workload.num_batches=3)
+# Transformer Engine issues 64 experts one by one, which takes a host 5 to 9 ms: so many tokens keep the GPU busy for longer.
+te=(--set layer.experts=te --set 'sweep.layer.dtype=[bfloat16,fp8_block]' --set workload.num_tokens=131072 --set workload.num_batches=1)
 if [ -n "$rehearse" ]; then
   replayed=(--set layer.experts=decode)
   graphs=(--set sweep.workload.num_tokens=[1,4])
@@ -88,6 +89,7 @@ for path in sorted(Path(sys.argv[1]).glob("*/cases/*.parquet")):
     columns = ["time_us", "host_us", "host_busy_us", "sm_clock_mhz"]
     case = (rows["policy"] + " " + rows["policy_params"]).str.slice(0, 60)
     print(*path.parts[-3::2], rows.groupby(case)[columns].median().round(1).to_string(), sep="\n")'
+shared=(env MOE_EP_BENCH_MPS=0 "$python" -m pytest -m gpu -q -n 6 -p no:cacheprovider -p no:benchmark tests/test_shared_gpu.py)
 measured=(--set workload.tokens_per_rank=65536 --set measure.iterations=3 --set 'sweep.recorded=[]')
 one_draw=(--set 'sweep.workload.seed=[1]')
 draws=(--set 'sweep.workload.seed=[1,2,3]')
@@ -99,11 +101,16 @@ recorded=(--set 'sweep.workload.layer=[3,9,15,21]' --set
 # NGC images set the variable; float32 must be float32 all the same.
 [ -n "$rehearse" ] || step tests 200 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "$python" -m pytest -m gpu -q -n "$(nproc)" \
   --maxprocesses 14 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py tests/test_forms.py tests/test_decode_experts.py
-# Ranks that share this GPU, in turns: every first fault of several. Then by MPS, where it is.
-[ -n "$rehearse" ] || step shared-tests 180 env MOE_EP_BENCH_MPS=0 "$python" -m pytest -m gpu -k shared -q -n 4 \
-  -p no:cacheprovider -p no:benchmark tests/test_shared_gpu.py
-show shared-ranks 60 "${module[@]}" run configs/quickstart.yaml --share-gpu ${rehearse:+--staged} --nproc "$([ -n "$rehearse" ] && echo 2 || echo 4)" \
+# Transformer Engine's layers where it is, in bfloat16 and in FP8.
+if [ -n "$rehearse" ] || "$python" -c 'import transformer_engine' 2>/dev/null; then
+  step te 150 "${module[@]}" run configs/gpu-check.yaml --out "$out/te" --nproc 1 "${te[@]}"
+  show te-table 30 "${module[@]}" show "$out/te"
+  show published-layer 90 "${module[@]}" emulate configs/published-layer.yaml --out "$out/published-layer"
+fi
+# Ranks that share this GPU by MPS, where it is; then in turns: every first fault of several.
+show shared-ranks 90 "${module[@]}" run configs/quickstart.yaml --share-gpu ${rehearse:+--staged} --nproc "$([ -n "$rehearse" ] && echo 2 || echo 4)" \
   --out "$out/shared-ranks" --set workload.tokens_per_rank=2048 --set workload.num_batches=1 "${tiny[@]}"
+[ -n "$rehearse" ] || step shared-tests 240 "${shared[@]}" -k "shared and not staged"
 # Decode steps, eager and from graphs; the graphs in a second job, and what two jobs differ by.
 decode decode-graph 130 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 step decode-again 60 "${module[@]}" run configs/decode-graph.yaml --nproc 1 --out "$out/decode-again" "${small[@]}" \
@@ -115,18 +122,13 @@ virtual few-tokens 40 --set workload.tokens_per_rank=64
 # Native against native, unaccounted time and probe overhead, of layers at true size.
 step run 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1
 show run-table 30 "${module[@]}" show "$out/run"
-# Transformer Engine's layers where it is, in bfloat16 and in FP8.
-if [ -n "$rehearse" ] || "$python" -c 'import transformer_engine' 2>/dev/null; then
-  step te 80 "${module[@]}" run configs/gpu-check.yaml --out "$out/te" --nproc 1 "${te[@]}"
-  show te-table 30 "${module[@]}" show "$out/te"
-  show published-layer 60 "${module[@]}" emulate configs/published-layer.yaml --out "$out/published-layer"
-fi
 # Are cases that take turns as fast as each is alone, on a GPU that is warm with it?
 show back-to-back 70 "$python" benchmarks/back_to_back.py --out "$out" $rehearse
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 # What the GPU takes of each case, and the host with and without waiting for it.
 show waiting 20 "$python" -c "$waiting" "$out"
+[ -n "$rehearse" ] || step shared-staged 150 "${shared[@]}" -k staged
 virtual budget-drop 50 --set 'policies=[{name: topk}, {name: budget_drop, max_lost_mass: 0.01}]'
 # What time is left for, here or when the command is given again.
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}

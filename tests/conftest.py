@@ -92,6 +92,14 @@ def _wants_gpu(config: pytest.Config) -> bool:
     return config.getoption("-m").strip() == "gpu"
 
 
+class _AtOnce:
+    """Says what failed at once, too: a lent GPU's minutes may end ahead of the tests."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}", file=sys.stderr, flush=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Processes of tests have more threads than there are cores; those that spin while they wait take ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -101,7 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Or every process would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    if not _wants_gpu(config):
+    if _wants_gpu(config):
+        if not hasattr(config, "workerinput"):  # of several processes the first
+            config.pluginmanager.register(_AtOnce())
+    else:
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Before anything imports triton: its kernels then run in its interpreter.

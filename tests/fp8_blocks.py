@@ -38,6 +38,16 @@ def expert_in_blocks(hidden_ND: Tensor, weights: ExpertWeights, weights_N: Tenso
     return (in_blocks(activated_NF, 1) @ in_blocks(weights.down_DF, BLOCK).T).bfloat16()
 
 
+def expert_in_tf32(hidden_ND: Tensor, weights: ExpertWeights, weights_N: Tensor) -> Tensor:
+    """The same of float32, of whose operands tensor cores read ten bits of mantissa."""
+
+    def read(values: Tensor) -> Tensor:
+        return (values.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    gate_NF, up_NF = (read(hidden_ND) @ read(weights.gate_up_2FD).T).chunk(2, dim=-1)
+    return read(torch.nn.functional.silu(gate_NF) * up_NF * weights_N.unsqueeze(1)) @ read(weights.down_DF).T
+
+
 class BlockExperts(GroupedExperts):
     """Stands for ``TEGroupedMLP``: in FP8 under the context alone. Notes whether each run was."""
 

@@ -368,6 +368,42 @@ def of_h100() -> list[str]:
     ]
 
 
+def of_te() -> list[str]:
+    """Layers of Transformer Engine, in bfloat16 and in FP8."""
+    rows, all_rows = [], table("h200", "te").set_index(["title", "dtype", "label"])
+    for title, dtype in ((OLMOE, "bfloat16"), (OLMOE, "fp8_block"), (LITE, "bfloat16")):
+        for label, name in (("native", "native"), (DROP, "Token Drop 1.0"), ("balanced", "balanced")):
+            case = all_rows.loc[(title, dtype, label)]
+            first = f"{title.removesuffix('-1B-7B')}, {'FP8' if dtype == 'fp8_block' else dtype}, {name}"
+            parts = [
+                f"{case[f'{part}_ms']:.{digits}f}" for part, digits in (("gate", 2), ("permute", 2), ("experts", 2))
+            ]
+            over = "1" if label == "native" else f"{case['speedup_median']:.2f}"
+            rows.append(
+                row_of(
+                    first if label == "native" else name,
+                    *parts,
+                    *(f"{case[f'{part}_ms']:.2f}" for part in ("median", "host_busy")),
+                    over,
+                )
+            )
+    native = all_rows.xs("native", level="label")
+    error = {dtype: rows["reference_error"].max() for dtype, rows in all_rows.groupby("dtype")}
+    plain, fp8 = (native.loc[(OLMOE, dtype)] for dtype in ("bfloat16", "fp8_block"))
+    memory = [one["peak_memory_bytes"] / 2**30 for one in (fp8, plain)]
+    even = all_rows.loc[(OLMOE, "fp8_block", "balanced")]
+    ours_ms = phases_ms("h200").loc[(OLMOE, "native"), "permute"]
+    host = all_rows.xs("fp8_block", level="dtype")["host_busy_ms"]
+    return [
+        *rows,
+        f"{plain['permute_ms'] / ours_ms:.1f} times ours",
+        f"so the host takes {ends(host, '.1f')} ms a layer",
+        f"off by {error['fp8_block']:.3f} (0.12 is allowed, bfloat16 {error['bfloat16']:.4f})",
+        f"Uneven experts take {fp8['experts_ms']:.2f} ms, even ones {even['experts_ms']:.2f}",
+        f"held twice: {memory[0]:.1f} GiB against {memory[1]:.1f}",
+    ]
+
+
 def of_h200() -> list[str]:
     experts = table("h200", "experts").set_index("what")
     whole = table("h200", "decode_experts").query("shape == 'Qwen3-30B-A3B'")
@@ -398,6 +434,7 @@ def of_h200() -> list[str]:
         f"there OEA is {ends(eager, '.2f')} at 256 and 512 tokens",
         *of_decode("h200"),
         f"({router['native']:.0f} us there, {router['topk']:.0f} ours at 16 tokens)",
+        *of_te(),
         *of_decode_experts("h200"),
         f"With 49 of them the kernels take {step['decode']:.1f} us",
         f"{last['grouped']:.0f} us against {last['decode']:.0f} at 1,024",
@@ -426,11 +463,24 @@ SETTINGS = (
     *(r"(gpu-check: |Since )[\da-f]{8}", r"[\d,]+ tokens( a rank)?", r"peak load 4", r"EP [18]\b", r"\u03b3 [\d.]+"),
     *(r"k0 ?= ?\d( to 7)?", r"XShare \d+", r"T = 16", r"\| 3 \| 4 \| 5 \| 6 \| 7 \|", r"(Token|Expanded) Drop 1\.0"),
     *(r"8 to 128 activated", r"- 1\|", r"here 65,536 were routed", r"aim on an H200: 120", r"At 16 tokens 5 us"),
-    r"copy for comparison takes 2 GiB",
+    *(
+        r"copy for comparison takes 2 GiB",
+        r"FP8|TF32|([Bb]f|f)loat(16|32)|64 experts",
+        r"Transformer Engine 2\.20\.2",
+        r"NCCL 2\.32\.3",
+        r"torch 2\.11",
+    ),
 )
 # What was seen and is in no file; the page names the commit.
 SEEN = (
     *(r"\*\*208 passed\*\*", r"183 of 183 tests, 194 with", r"mended \([\da-f]{8}\)", r"held for 300 us"),
     *(r"launches take 360 us and a whole layer 2 ms", r"\| 300 us \| 2.28 ms \| 2.21 ms \| 1.04 \|"),
+    *(
+        r"off by 0\.0013",
+        r"allowed 0\.0001",
+        r"off by 0\.0044 at most, 0\.03 is allowed",
+        r"28 to 66 s",
+        r"All 222 tests",
+    ),
     *(r"\| 1,500 us \| 1.87 ms \| 1.37 ms \| 1.34 \|", r"it is 2,000 us", r"hold of 300 us, under 1 %"),
 )

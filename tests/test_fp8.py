@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_blocks import expert_in_blocks, in_blocks
+from fp8_blocks import expert_in_blocks, expert_in_tf32, in_blocks
 from test_run import write_config
 
 from moe_ep_bench.bench.description import held_here
@@ -27,7 +27,14 @@ EMULATED = {"layer__ep_size": 8, "emulate__links": "h100-nvlink4", "emulate__dev
 
 
 def test_all_dtypes_of_layers_that_run_have_a_tolerance_and_values() -> None:
-    assert set(RUN_DTYPES) == set(DTYPES) == set(TOLERANCE)
+    assert set(RUN_DTYPES) == set(DTYPES) == set(TOLERANCE) - {"tf32"}
+
+
+@pytest.mark.parametrize("experts", ["te", "grouped", "sequential", "decode"])
+def test_experts_of_transformer_engine_multiply_float32_in_tf32(experts: str) -> None:
+    arithmetic = backend.LayerBackend(experts).arithmetic
+    assert arithmetic("float32") == ("tf32" if experts == "te" else "float32")
+    assert arithmetic("bfloat16") == "bfloat16"
 
 
 def test_e4m3_rounds_a_value_by_2_6_percent_and_keeps_a_blocks_largest() -> None:
@@ -44,26 +51,30 @@ def test_e4m3_rounds_a_value_by_2_6_percent_and_keeps_a_blocks_largest() -> None
     ("hidden_size", "ffn_size", "top_k"),
     [(256, 128, 1), (1024, 512, 2), pytest.param(2048, 1024, 8, marks=pytest.mark.slow)],
 )
-def test_rounding_to_fp8_stays_within_the_tolerance_and_beyond_that_of_bfloat16(
-    hidden_size: int, ffn_size: int, top_k: int
+@pytest.mark.parametrize(
+    ("arithmetic", "finer"), [("fp8_block", 0.05), ("tf32", 5 * TOLERANCE["float32"])], ids=["fp8", "tf32"]
+)
+def test_rounding_stays_within_the_tolerance_and_beyond_that_of_a_finer_dtype(
+    arithmetic: str, finer: float, hidden_size: int, ffn_size: int, top_k: int
 ) -> None:
     """Of the worst of 64 tokens; a token at a wrong expert is further off by far."""
+    dtype, of_expert = (torch.float32, expert_in_tf32) if arithmetic == "tf32" else (torch.bfloat16, expert_in_blocks)
     model = ModelSpec(
         name="one", source="test", num_layers=1, hidden_size=hidden_size, num_experts=8, top_k=top_k,
         ffn_hidden_size=ffn_size, normalize=True,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    hidden_ND = torch.randn(64, hidden_size, generator=generator).bfloat16()
+    hidden_ND = torch.randn(64, hidden_size, generator=generator).to(dtype)
     scores_NE = torch.randn(64, 8, generator=generator).softmax(dim=1)
     map_NE = torch.zeros(64, 8).scatter(1, scores_NE.topk(top_k).indices, 1.0)
     weights_NE = scores_NE * map_NE / (scores_NE * map_NE).sum(dim=1, keepdim=True)
     output_ND = torch.zeros(64, hidden_size)
     for expert in range(8):
-        made = expert_weights(5, 0, expert, hidden_size, ffn_size, hidden_ND.device, torch.bfloat16)
-        output_ND += expert_in_blocks(hidden_ND, made, weights_NE[:, expert]).float()
+        made = expert_weights(5, 0, expert, hidden_size, ffn_size, hidden_ND.device, dtype)
+        output_ND += of_expert(hidden_ND, made, weights_NE[:, expert]).float()
     reference = DenseReference(model, hidden_ND, 5)
-    assert 0.05 < reference.worst_error(output_ND, weights_NE) < 0.1 < TOLERANCE["fp8_block"]
-    assert reference.worst_error(output_ND, weights_NE.roll(1, dims=1)) > 5 * TOLERANCE["fp8_block"]
+    assert finer < reference.worst_error(output_ND, weights_NE) < 0.85 * TOLERANCE[arithmetic]
+    assert reference.worst_error(output_ND, weights_NE.roll(1, dims=1)) > 5 * TOLERANCE[arithmetic]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

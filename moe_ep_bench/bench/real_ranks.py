@@ -70,7 +70,7 @@ class RealRanks(LayerRunner):
         self.job, self.point, self.device = job, point, job.ranks.device
         layer, self.settings = point.experiment.layer, point.experiment.measure
         self.seed, self.dtype, self.num_batches = layer.seed, DTYPES[layer.planned_dtype], point.workload.num_batches
-        self.tolerance = TOLERANCE[layer.planned_dtype]
+        self.tolerance = TOLERANCE[point.layer_backend.arithmetic(layer.planned_dtype)]
         self.ceilings = measure_ceilings(self.device, self.dtype)
         free_memory(self.device)  # over 2 GiB on a GPU
         self.meet = Rendezvous(groups.ep, self.device)

@@ -89,7 +89,7 @@ class VirtualRanks(EmulatedRanks, LayerRunner):
 
     def _reference_problem(self, case: Case) -> Loss | None:
         """Where a case's output differs from the reference; None if in no layer."""
-        allowed = TOLERANCE["float32"]
+        allowed = TOLERANCE[self.point.layer_backend.arithmetic("float32")]
         for layer in self.point.workloads:
             error = self.errors[case.case_id, layer] = self.small.error(case.spec, layer)
             if not error <= allowed:  # NaN too

@@ -56,6 +56,13 @@ class LayerBackend:
         """Megatron-Core's type."""
         return "allgather" if self.experts == "decode" else "alltoall"
 
+    def arithmetic(self, dtype: str) -> str:
+        """The dtype in which experts of this dtype multiply: a key of ``experts.TOLERANCE``.
+
+        Transformer Engine rounds operands of float32 to TF32, whatever torch is told.
+        """
+        return "tf32" if self.experts == "te" and dtype == "float32" else dtype
+
     def fuses_router(self, model: ModelSpec) -> bool:
         """Whether native's top-k is fused; the root of a softplus only later versions of Transformer Engine know."""
         return self.experts == "te" and model.score_function != "sqrtsoftplus"

@@ -46,6 +46,13 @@ class ReplayRouter(TopKRouter):
             self.look(logits)
         return logits if self.replay_TE is None else self.replay_TE.view_as(logits)
 
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if logits.numel() == 0:
+            # Nor does Transformer Engine's fused top-k take an empty batch.
+            none_TE = logits.flatten(0, -2)
+            return none_TE, none_TE.bool()
+        return super().routing(logits, padding_mask)
+
 
 class PolicyRouter(ReplayRouter):
     """A router whose choice is a policy's.

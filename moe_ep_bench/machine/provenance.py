@@ -7,6 +7,7 @@ are ``monitor``'s.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -73,13 +74,27 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def loaded_nccl() -> tuple[int, int, int] | None:
+    """The version of the NCCL that this process runs, which need not be torch's; None where there is none.
+
+    ``torch.cuda.nccl.version()`` is the one that torch was built with.
+    """
+    _ = torch.version  # Its import loads its own, where nothing has loaded another before (LD_PRELOAD).
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 10000, version.value // 100 % 100, version.value % 100
+
+
 def package_versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on; None = not installed."""
     # Another project holds the name ``apex`` on the package index.
     has_apex = importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers")
-    has_nccl = torch.distributed.is_nccl_available()
-    from torch.cuda import nccl
-
+    nccl = loaded_nccl()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -87,7 +102,7 @@ def package_versions() -> dict[str, str | None]:
         "transformer_engine": version_of("transformer-engine"),
         "apex": version_of("apex") or "unknown" if has_apex else None,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, nccl.version())) if has_nccl else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
         "triton": version_of("triton") or version_of("pytorch-triton"),
         "deep_ep": version_of("deep_ep"),
         "transformers": version_of("transformers"),

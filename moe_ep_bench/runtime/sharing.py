@@ -8,7 +8,6 @@ kernels of several processes run at once; without it ranks take turns on the GPU
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.machine.provenance import loaded_nccl
 
 Sharing = Literal["nccl", "staged"]
 NCCL, STAGED = get_args(Sharing)
@@ -42,23 +42,6 @@ _WANTS_MPS = "MOE_EP_BENCH_MPS"
 
 
 # ---- whether it can be -----------------------------------------------------------------------------------------------
-
-
-def loaded_nccl() -> tuple[int, int, int] | None:
-    """The version of the NCCL that this process runs, which need not be torch's; None where there is none.
-
-    ``torch.cuda.nccl.version()`` is the one that torch was built with.
-    """
-    import torch  # noqa: F401  It loads its own, where nothing has loaded another before (LD_PRELOAD).
-
-    try:
-        library = ctypes.CDLL("libnccl.so.2")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if library.ncclGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 10000, version.value // 100 % 100, version.value % 100
 
 
 def check_sharing(sharing: Sharing, device_type: str) -> None:

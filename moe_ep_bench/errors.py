@@ -1,9 +1,11 @@
 """What a user is told: mistakes in one line, unlike defects of ours; exit statuses; progress."""
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -19,20 +21,40 @@ _SELDOM_S = 60.0  # how often a pipe or a log, which keeps every update, gets on
 
 
 class UserError(ValueError):
-    """What a user can correct: one line that names the file or option, the value, and what is allowed.
+    """What a user can correct: one line that names the file or option, the key, the value, and what is allowed.
 
     Commands print it and exit with 2; any other exception is a defect and shown with its traceback. It is a ValueError,
     so that pydantic's validators may raise it.
+
+    Attributes:
+        words: what is wrong, and what is allowed.
+        keys: dotted keys that have the value; several where values do not go together, none where no key has it.
+        where: the file or option.
     """
+
+    def __init__(self, words: str, *keys: str, where: str = "") -> None:
+        super().__init__(": ".join(filter(None, [where, ", ".join(keys), words])))
+        self.words, self.keys, self.where = words, keys, where
+
+    def within(self, section: str) -> UserError:
+        """The same error of the section that has its keys; of the whole section where it has none, or names a file."""
+        if not section:
+            return self
+        if self.where or not self.keys:
+            return UserError(str(self), section)
+        return UserError(self.words, *(f"{section}.{key}" for key in self.keys))
 
 
 @contextlib.contextmanager
-def naming(where: str, hint: str = "", joint: str = ": ") -> Iterator[None]:
-    """Name the file, key or option that a ValueError in the block is about."""
+def naming(where: str = "", hint: str = "", *, keys: Sequence[str] = (), section: str = "") -> Iterator[None]:
+    """Name the file or option that a ValueError in the block is about, its keys, or the section that has its keys."""
     try:
         yield
     except ValueError as problem:
-        raise UserError(f"{where}{joint if where else ''}{problem}{hint}") from None
+        error = problem if isinstance(problem, UserError) else UserError(str(problem))
+        error = UserError(str(error), *keys) if keys else error.within(section)
+        where = ": ".join(filter(None, [where, error.where]))
+        raise UserError(f"{error.words}{hint}", *error.keys, where=where) from None
 
 
 def check_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
@@ -90,12 +112,22 @@ _PLAIN_WORDS = {
 }
 
 
+def problem_error(problem: Mapping[str, Any], key: str, where: str = "") -> UserError:
+    """One error of pydantic's, or what a validator of ours raised: at a key, of a file."""
+    raised = problem.get("ctx", {}).get("error")
+    error = raised if isinstance(raised, UserError) else UserError(problem_words(problem))
+    error = error.within(key)
+    return UserError(error.words, *error.keys, where=where)
+
+
 def problem_words(problem: Mapping[str, Any]) -> str:
     """One error of pydantic's: what was expected, with the value where the message has none."""
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    message = problem["msg"].replace("Input should be", "expected")
     if plain := _PLAIN_WORDS.get(problem["type"]):
         message = plain.format_map(problem.get("ctx", {}))
-    return message if problem["type"] in ("missing", "value_error") else f"{message}, got {brief(problem['input'])}"
+    return message if problem["type"] == "missing" else f"{message}, got {brief(problem['input'])}"
 
 
 def progress_bar(total: int, unit: str, title: str = "", *, shown: bool = True) -> tqdm:

@@ -354,8 +354,8 @@ def _unstacked(held: list[list[int]]) -> list[list[int]]:
 def _check(num_experts: int, num_slots: int, num_ranks: int) -> None:
     if num_slots < num_experts or num_slots % num_ranks:
         raise UserError(
-            f"num_slots: expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts,"
-            f" got {num_slots}"
+            f"expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts, got {num_slots}",
+            "num_slots",
         )
 
 

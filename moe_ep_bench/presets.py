@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
+from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_error
 from moe_ep_bench.files import parse_yaml, read_text
 from moe_ep_bench.policies import Policy, make_policy
 
@@ -124,11 +124,11 @@ def validated(kind: type[_Kind], fields: Any, where: object = "", *, strict: boo
         problems = error.errors(include_url=False)
         # A key that is not known may be the one that is missing, misspelt.
         problem = next((other for other in problems if other["type"] == "extra_forbidden"), problems[0])
-        raise UserError(": ".join(filter(None, [str(where), *_key_and_problem(kind, fields, problem)]))) from None
+        raise _error_of(kind, fields, problem, str(where)) from None
 
 
-def _key_and_problem(kind: type[BaseModel], fields: Any, problem: Mapping[str, Any]) -> tuple[str, str]:
-    """The dotted key of one error of pydantic's, and what is wrong with it."""
+def _error_of(kind: type[BaseModel], fields: Any, problem: Mapping[str, Any], where: str) -> UserError:
+    """One error of pydantic's, with the dotted key as files have it."""
     models, value, keys, known = [kind], fields, [], list[str]()
     for part in problem["loc"]:
         there = {name: field for model in models for name, field in model.model_fields.items()}
@@ -141,8 +141,9 @@ def _key_and_problem(kind: type[BaseModel], fields: Any, problem: Mapping[str, A
         keys.append(str(part))
     if problem["type"] == "missing":
         keys.append(str(problem["loc"][-1]))
-    words = unknown_key(keys[-1], known) if problem["type"] == "extra_forbidden" else problem_words(problem)
-    return ".".join(keys), words
+    if problem["type"] == "extra_forbidden":
+        return UserError(unknown_key(keys[-1], known), ".".join(keys), where=where)
+    return problem_error(problem, ".".join(keys), where)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:

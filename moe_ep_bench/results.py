@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, problem_words
+from moe_ep_bench.errors import UserError, brief, problem_error
 from moe_ep_bench.facts import Job, Pairs, RunFacts
 from moe_ep_bench.files import atomic_path, make_folder, read_json, write_json
 from moe_ep_bench.schema import SCHEMA_VERSION, TABLES
@@ -58,7 +58,7 @@ def typed(model: type[_Type], where: str, content: Any) -> _Type:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "damaged"
-        raise ResultsError(f"{where}{brief(key, 200, quoted=False)}: {problem_words(first)}") from None
+        raise ResultsError(f"{where}{problem_error(first, brief(key, 200, quoted=False))}") from None
 
 
 def read_document(path: Path, model: type[_Type]) -> _Type:

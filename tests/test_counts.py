@@ -285,7 +285,7 @@ def test_a_wrong_model_beside_counts_is_named_as_the_models_and_models_can_be_sw
     path = config(tmp_path, layer="all")
     asked = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**asked, "model": {"preset": "olmo"}}))
-    assert "config.yaml: model: preset: expected one of" in refusal(load_experiments, path, on_cpu=True)
+    assert "config.yaml: model.preset: expected one of" in refusal(load_experiments, path, on_cpu=True)
     swept = {**asked, "sweep": {"model.hidden_size": [32, 64]}}
     path.write_text(yaml.safe_dump(swept))
     assert [one.workload.layer for one in load_experiments(path, on_cpu=True)] == [1, 2, 1, 2]
@@ -361,19 +361,23 @@ def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "workload", "words"),
     [
-        ([[1, 2], [3, 4]], {}, "workload: skew_from: expected counts of 4 experts, got 2"),
+        ([[1, 2], [3, 4]], {}, "workload.skew_from: expected counts of 4 experts, got 2"),
         (
             [[0, 0, 0, 9]] * 2,
             {"top_k": 2},
-            r"workload: skew_from: expected a peak load up to 2 \(experts / top_k\), got 4",
+            r"workload.skew_from: expected a peak load up to 2 \(experts / top_k\), got 4",
         ),
         ({"x": 1}, {}, r"workload: \S*counts.json: expected logical_[^\n]*"),
-        (COUNTS, {"skew": "power_law_1.2"}, r"[^\n]*skew, skew_from: expected one of the two, got both"),
+        (
+            COUNTS,
+            {"skew": "power_law_1.2"},
+            r"[^\n]*workload.skew, workload.skew_from: expected one of the two, got both",
+        ),
         (COUNTS, {"skew_from": "none.json"}, "workload: [^:]*: no such file"),
         (COUNTS, {"layer": 3}, r"[^\n]*expected one with counts \(1 to 2\), got 3, which has no counts in [^\n]*"),
         (COUNTS, {"layer": 0}, r"[^\n]*expected one with counts \(1 to 2\), got 0, which has no counts in [^\n]*"),
-        (COUNTS, {"layer": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
-        (COUNTS, {"skew_from": None}, r"[^\n]*skew_from, layer: expected both or none[^\n]*"),
+        (COUNTS, {"layer": None}, r"[^\n]*workload.skew_from, workload.layer: expected both or none[^\n]*"),
+        (COUNTS, {"skew_from": None}, r"[^\n]*workload.skew_from, workload.layer: expected both or none[^\n]*"),
     ],
 )
 def test_counts_that_do_not_suit_a_config_are_one_line(

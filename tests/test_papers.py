@@ -69,14 +69,14 @@ def claim(**changes: Any) -> Claim:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, "0.policy: expected some of token_drop"),
-    "no such policy": ({"policy": {"name": "token_drip"}}, "0.policy: name: expected one of .*token_drip"),
+    "no such policy": ({"policy": {"name": "token_drip"}}, "0.policy.name: expected one of .*token_drip"),
     "no such label": ({"versus": "LLEP"}, "0.versus: expected some of token_drop.*; got .LLEP"),
     "two on the other side": (
         {"versus": {**TOKEN_DROP, "capacity_factor": [1.0, 1.5]}},
         "0.versus: expected one policy",
     ),
-    "a share against another": ({"metric": "missing_share", "versus": {"name": "topk"}}, "0: versus: expected none"),
-    "a share of native": ({"policy": None}, "0: policy: expected one of the config's with speedup, got none"),
+    "a share against another": ({"metric": "missing_share", "versus": {"name": "topk"}}, "0.versus: expected none"),
+    "a share of native": ({"policy": None}, "0.policy: expected one of the config's with speedup, got none"),
     "a key": ({"papre": 1}, r"0\.papre: no such key.*did you mean paper"),
     **{f"the number {paper}": ({"paper": paper}, r"0\.paper") for paper in ("much", [1.0], True, math.inf)},
 }

@@ -138,7 +138,7 @@ def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(
 ) -> None:
     workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "batch_peak_load": 1.01}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "layer": {"ep_size": 1}}))
-    with pytest.raises(UserError, match=r"config.yaml: workload: batch_peak_load: expected"):
+    with pytest.raises(UserError, match=r"config.yaml: workload.batch_peak_load: expected"):
         plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
     monkeypatch.setattr("moe_ep_bench.bench.plan._FEW_SCORES", 0)  # as of many tokens, which no plan solves for
     (first, _) = plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)

@@ -711,8 +711,8 @@ def test_a_file_without_enough_prompts_is_refused(tmp_path: Path, lines: list[st
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("serve.rate=2", "mine.yaml: serve: concurrency, rate: expected one of the two, got both"),
-        ("serve.concurrency=null", "mine.yaml: serve: concurrency, rate: expected one of the two, got neither"),
+        ("serve.rate=2", "mine.yaml: serve.concurrency, serve.rate: expected one of the two, got both"),
+        ("serve.concurrency=null", "mine.yaml: serve.concurrency, serve.rate: expected one of the two, got neither"),
         ("serve.command=vllm serve", "mine.yaml: serve.command: expected {port} in it, got vllm serve"),
         ("serve.command=vllm 'serve {port}", "mine.yaml: serve.command: expected a shell's words"),
         ("serve.url=localhost:8000", "mine.yaml: serve.url: expected http://HOST:PORT or https://HOST, got localhost"),

@@ -23,7 +23,7 @@ from moe_ep_bench.config import label_of
 from moe_ep_bench.config.files import load_experiments, override
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.errors import USER_ERROR, UserError, did_you_mean
+from moe_ep_bench.errors import USER_ERROR, UserError, did_you_mean, naming
 from moe_ep_bench.files import dump_yaml, parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -67,21 +67,21 @@ CHANGES = {
     f"model={{num_experts: {10**21}, top_k: 2, hidden_size: 8, ffn_hidden_size: 8}}": "num_experts: expected less",
     "measure.flush_l2=on": "measure.flush_l2: expected a valid boolean, got 'on'",
     "workload.num_batches=12:30": "workload.num_batches: expected a valid integer, got '12:30'",
-    "model.tensor_parallel=5": "model: tensor_parallel: ",
+    "model.tensor_parallel=5": "model.tensor_parallel: ",
     "workload.kind=random": "workload: expected 'kind' to be one of 'synthetic', 'recorded', got ",
     "workload.peek_load=3": "workload.peek_load: no such key; ",
     "model.preset=olmoe": "got 'olmoe' (did you mean olmoe-1b-7b?)",
     "name=a/b": "name: expected a text of the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$, got 'a/b'",
     "policies=[]": "policies: give at least one value, got []",
     "policies.0.name=tokn": "did you mean topk?",
-    "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
+    "policies.0.x=1": "policies.0.x: topk has no such field; expected no fields",
     "policies.1.k0=9": "policies.1.k0: expected at most 8, the model's top-k, where p is 1; got 9",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: the config has no such place",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
     "on_cpu=3": "--set on_cpu=3: on_cpu stands in the file alone; set its keys one by one, as KEY=value",
     "measure.timeout_s=1.0e+11": "measure.timeout_s: expected less than or equal to 1000000000",
-    "measure.iterations=1": "measure: breakdown_iterations: expected at most iterations=1, got 2",
+    "measure.iterations=1": "measure.breakdown_iterations: expected at most iterations=1, got 2",
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
@@ -160,19 +160,19 @@ COMMANDS = {
         "expected at most 16777216 iterations in all, got 65536 batches of 302 iterations"
     ),
     "advise --model qwen3-30b-a3b --ep 16 --decode-tokens 8 --batch-peak-load 4 --dry-run": (
-        "bench: --batch-peak-load: workload: batch_peak_load: expected 8 to 16 (what noise alone gives with 8"
+        "bench: --batch-peak-load: workload.batch_peak_load: expected 8 to 16 (what noise alone gives with 8"
     ),
     "emulate CONFIG --set workload.num_tokens=8 --set workload.batch_peak_load=1.01 --dry-run": (
-        "config.yaml: workload: batch_peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
+        "config.yaml: workload.batch_peak_load: expected 3 to 8 (what noise alone gives with 8 tokens"
     ),
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
-    ONE_NODE: "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), "
-    "got 16; h100-nvlink4-ndr crosses nodes",
+    ONE_NODE: "bench: --ep: emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks (inter is "
+    "null: one node), got 16; h100-nvlink4-ndr crosses nodes",
     "trace info .": ".: expected a file, got a directory",
     f"{QWEN} --decode-tokens 8": "--tokens, --decode-tokens: expected one of them, for the first counts",
     "emulate CONFIG --set workload.peak_load=3 --set workload.batch_peak_load=3": (
-        "peak_load, batch_peak_load: expected one of the two, got both"
+        "config.yaml: workload.peak_load, workload.batch_peak_load: expected one of the two, got both"
     ),
     f"emulate CONFIG --set 'model={{{SHAPE}}}' --set workload.skew=mixed": "workload.skew: expected none for a model",
     **{
@@ -500,7 +500,7 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
     assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 3, 1, True)
     for model, message in (
         ({**WIDE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
-        ({"top_k": 2, "hidden_size": 32}, "model: num_experts: Field required"),
+        ({"top_k": 2, "hidden_size": 32}, "model.num_experts: Field required"),
         ({**WIDE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
@@ -509,3 +509,37 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
 
 def test_a_name_that_holds_a_word_is_meant_before_one_that_is_spelt_like_it() -> None:
     assert did_you_mean("lite", ["lute", "deepseek-v2-lite"]) == " (did you mean deepseek-v2-lite?)"
+
+
+def test_an_error_keeps_its_keys_apart_from_its_words_through_files_sections_and_validators(tmp_path: Path) -> None:
+    """So that ``advise`` names the flag that sets a key, and nothing reads a message."""
+    path = write(tmp_path, workload={"kind": "synthetic", "num_tokens": 64, "peak_load": 3, "batch_peak_load": 3})
+    with pytest.raises(UserError) as raised:
+        load_experiments(path, on_cpu=False)
+    error = raised.value
+    assert (error.where, error.keys) == (str(path), ("workload.peak_load", "workload.batch_peak_load"))
+    assert error.words == "expected one of the two, got both"
+    assert str(error) == f"{path}: workload.peak_load, workload.batch_peak_load: {error.words}"
+    for problem, how, expected in (
+        (UserError("words", "key"), {"section": "a.b"}, (("a.b.key",), "words!", "")),
+        (UserError("words", "key", where="file"), {"section": "a"}, (("a",), "file: key: words!", "")),
+        (UserError("words"), {"section": "a", "where": "x"}, (("a",), "words!", "x")),
+        (UserError("words", "key", where="file"), {"where": "x"}, (("key",), "words!", "x: file")),
+        (UserError("words", "key"), {"keys": ["a", "b"]}, (("a", "b"), "key: words!", "")),
+        (ValueError("words"), {"where": "x", "keys": ["a"]}, (("a",), "words!", "x")),
+    ):
+        with pytest.raises(UserError) as raised, naming(hint="!", **how):
+            raise problem
+        assert (raised.value.keys, raised.value.words, raised.value.where) == expected
+
+
+def test_every_flag_is_named_that_sets_a_key_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that set no key of the error are not, nor is a file that nobody wrote."""
+    both = ONE_NODE.replace("--set emulate.links=", "--links ").split()
+    assert cli.main([*both, "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("moe-ep-bench: --ep: --links: emulate.links, layer.ep_size: links/h100")
+    assert cli.main([*QWEN.split(), "--trace", "none.safetensors", "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("moe-ep-bench: --trace: none.safetensors: no such file")
+    by_key = [*QWEN.split(), "--ep", "7", "--peak-load", "4", "--dry-run"]
+    assert cli.main(by_key) == 2
+    assert capsys.readouterr().err.startswith("moe-ep-bench: --ep: layer.ep_size: expected a divisor")

@@ -169,7 +169,7 @@ def ask(options: argparse.Namespace, bounds: Bounds) -> Question:
         comparisons = plan_experiments(draft.where, draft.experiments(), VIRTUAL, on_cpu=True, try_out=False)
         fits = [fit for fit in map(fit_of, comparisons) if fit is not None]
         if all(not fit.holds() for fit in fits):
-            raise UserError(f"layer.ep_size: {fit_words(fits[0])}")
+            raise UserError(f"{fit_words(fits[0])}", "layer.ep_size")
     text = dump_yaml({**draft.raw, **({"sweep": draft.sweep} if draft.sweep else {})})
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     return Question(text, comparisons, (*draft.assumed, *left_out), options.out or Path("results", name))
@@ -183,11 +183,16 @@ def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
     except UserError as problem:
         if options.config is not None:
             raise
-        words = str(problem).removeprefix(f"{CONFIG_NAME}: ")
         keys = {"tokens": "workload.num_tokens", "decode_tokens": "workload.num_tokens", **_KEYS}
         keys = {name: key for name, key in keys.items() if getattr(options, name) is not None}
-        own = [name for name, key in keys.items() if words.replace(": ", ".").startswith(f"{key}.")]
-        raise UserError("".join(f"--{name.replace('_', '-')}: " for name in own) + words) from None
+        own = [f"--{name.replace('_', '-')}" for name, key in keys.items() if _is_of(key, problem.keys)]
+        others = [problem.where] * (problem.where != CONFIG_NAME)
+        raise UserError(problem.words, *problem.keys, where=": ".join([*own, *filter(None, others)])) from None
+
+
+def _is_of(key: str, wrong: Sequence[str]) -> bool:
+    """Whether a key, or a place in its list, is among those that are wrong."""
+    return any(one == key or one.startswith(f"{key}.") for one in wrong)
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -292,7 +297,7 @@ class _Draft:
     def _links_of_device(self) -> str:
         """The links that the device's file names, inside a node or beyond one."""
         sizes = [*self.sweep.get("layer.ep_size", []), (self.raw.get("layer") or {}).get("ep_size")]
-        with naming("emulate.device"):
+        with naming(keys=["emulate.device"]):
             links = load_device(self.raw["emulate"].get("device", DEVICE)).links
         return _links_for(links, max(size or 1 for size in sizes))
 
@@ -398,7 +403,7 @@ def _of_config(options: argparse.Namespace) -> _Draft:
 def _of_flags(options: argparse.Namespace) -> _Draft:
     """A config of the flags of ``--model``."""
     if options.model is None:
-        raise UserError("advise: expected a config, a results directory or --model; got none")
+        raise UserError("expected a config, a results directory or --model; got none", where="advise")
     with naming("--model"):
         load_model(options.model)
     if options.ep is None:
@@ -489,7 +494,7 @@ def _may_overlap(experiment: Experiment) -> bool:
     """Ranks exchange rows, of a batch that has halves, on a device that says what an exchange holds of it."""
     device = DEVICE if experiment.emulate.device == MEASURED else experiment.emulate.device
     halves = experiment.workload.total_tokens(experiment.virtual_ranks) >= 2 * experiment.virtual_ranks > 2
-    with naming("emulate.device"):
+    with naming(keys=["emulate.device"]):
         return halves and load_device(device).num_sms is not None
 
 

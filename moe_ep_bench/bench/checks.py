@@ -26,7 +26,7 @@ RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 def refuse(is_wrong: object, key: str, expected: object, got: object) -> None:
     """Raise UserError where a key's value is wrong."""
     if is_wrong:
-        raise UserError(f"{key}: expected {expected}, got {got}")
+        raise UserError(f"expected {expected}, got {got}", key)
 
 
 def check_experiment(experiment: Experiment, backend: str, world_size: int) -> None:

@@ -205,7 +205,7 @@ def rest_of(comparison: Point) -> Rest:
     assert device is not None
     checks.check_whole_model(model, experiment)
     if experiment.workload.is_step and not experiment.whole.context_length:
-        raise UserError("whole.context_length: expected the tokens in the cache of a step's requests, got 0")
+        raise UserError("expected the tokens in the cache of a step's requests, got 0", "whole.context_length")
     passes = [PassWork(lengths, experiment.whole.context_length) for lengths in set(comparison.lengths_of_ranks(0))]
     slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.planned_dtype) for work in passes)
     lengths, num_layers = [length for work in passes for length in work.lengths], model.num_moe_layers

@@ -127,7 +127,7 @@ def plan_experiments(
         if same is not point:
             points = (", ".join(f"{key}={value}" for key, value in of.point) for of in (same.experiment, experiment))
             expected = "points that this command measures differently, got one and the same comparison"
-            raise UserError(f"{config}: sweep: expected {expected} for {' and '.join(points)}")
+            raise UserError(f"expected {expected} for {' and '.join(points)}", "sweep", where=str(config))
     return list(planned.values())
 
 
@@ -203,19 +203,19 @@ def _stand_ins(experiment: Experiment, ep_size: int) -> tuple[Links, Device | No
     asked, emulate, model = experiment.layer, experiment.emulate, experiment.model.spec()
     assert emulate.links is not None
     device, dtype = None, asked.planned_dtype
-    with naming("emulate.device"):  # A layer that runs casts behind the dispatch.
+    with naming(keys=["emulate.device"]):  # A layer that runs casts behind the dispatch.
         dtype = "bfloat16" if emulate.device == MEASURED or load_device(emulate.device).casts_late else dtype
-    with naming("emulate.links"):
+    with naming(keys=["emulate.links"]):
         of_layer = model, ep_size, dtype, emulate.exchange_sms, asked.dispatch_dtype
         links = load_links_of_layer(emulate.links, *of_layer, decodes=experiment.decodes)
         links = links.scaled(emulate.bandwidth_scale)
     if emulate.device != MEASURED:
         copies = links.exchange and links.exchange.copies
-        with naming("emulate.device"):
+        with naming(keys=["emulate.device"]):
             device = load_device_of_layer(emulate.device, model, ep_size, asked.planned_dtype, copies)
         if asked.permute != "auto":
             device = device.model_copy(update={"permute": asked.permute})
-    with naming("emulate.links, layer.ep_size"):
+    with naming(keys=["emulate.links", "layer.ep_size"]):
         links.all_gather_us(0, ep_size)
         if links.exchange is not None:
             own = "pair beside an exchange, which has copies of its own"
@@ -252,7 +252,7 @@ def _with_dtype(experiment: Experiment, *, is_modelled: bool) -> Experiment:
     dtype = "bfloat16"
     if is_modelled and experiment.emulate.device != MEASURED:
         checkpoint, name = experiment.model.spec().checkpoint_dtype, experiment.emulate.device
-        with naming("emulate.device"):
+        with naming(keys=["emulate.device"]):
             has_it = name.startswith(PREFIX) or checkpoint in load_device(name).dtypes
         dtype = checkpoint if has_it else dtype
     return experiment.model_copy(update={"layer": experiment.layer.model_copy(update={"dtype": dtype})})
@@ -268,7 +268,7 @@ def _solve_few(point: Point) -> None:
     if point.num_tokens * num_experts * num_batches * len(point.workloads) <= _FEW_SCORES:
         for workload in point.workloads.values():
             if isinstance(workload, SyntheticWorkload):
-                with naming("workload"):
+                with naming(section="workload"):
                     for index in range(num_batches):
                         workload.solve(index)
 
@@ -289,13 +289,13 @@ def _try_out(point: Point) -> None:
         try:
             check_routing(form_of(policy, "cpu").route(scores_TE, context), scores_TE)
         except ValueError as problem:
-            hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
-            raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
+            hint = "; workload.image_share assumes images" if getattr(problem, "keys", ()) == ("modality_T",) else ""
+            raise UserError(f"{policy.name}: {problem}{hint}", "policies") from None
         except Exception as error:
             if source_hash(type(policy)) is None:  # a fault of this package
                 raise
             words = brief(f"{type(error).__name__}: {error}", 200, quoted=False)
-            raise UserError(f"policies: {policy.name}: route raised {words}") from error
+            raise UserError(f"{policy.name}: route raised {words}", "policies") from error
 
 
 # ---- a plan for ranks ------------------------------------------------------------------------------------------------
@@ -473,11 +473,11 @@ def _open(
     }
     if not isinstance(config, SyntheticConfig):
         keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request", "order", "mix")
-        with naming("workload.trace"):
+        with naming(keys=["workload.trace"]):
             traces = tuple(map(open_trace, config.trace))
-        with naming("workload"):
+        with naming(section="workload"):
             return RecordedWorkload(traces, **shape, **{key: getattr(config, key) for key in keys})
-    with naming("workload"):
+    with naming(section="workload"):
         shape["sequence_length"] = config.sequence_length
         if config.skew in PATTERNS:
             return SyntheticWorkload(pattern=config.skew, **shape)

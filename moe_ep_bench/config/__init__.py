@@ -80,7 +80,7 @@ class ModelConfig(Strict):
     def _check(self) -> ModelConfig:
         known = [*type(self).model_fields, *ModelSpec.model_fields]
         if unknown := [key for key in self.model_extra or () if key not in known]:
-            raise UserError(f"{unknown[0]}: {unknown_key(unknown[0], known)}")
+            raise UserError(unknown_key(unknown[0], known), unknown[0])
         if sum(map(bool, (self.preset, self.hf_config, self.model_extra))) != 1:
             raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.
@@ -90,7 +90,7 @@ class ModelConfig(Strict):
         if self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
         elif self.preset is not None:
-            with naming("preset"):
+            with naming(keys=["preset"]):
                 whole = ModelSpec.named(self.preset)
         else:
             shape = self.model_extra or {}
@@ -132,9 +132,9 @@ class _Workload(Strict):
         if [self.tokens_per_rank, self.num_tokens, self._listed].count(None) != 2:
             raise UserError("give either tokens_per_rank or num_tokens, or tokens_of_ranks as a list")
         if self._listed is not None and not any(self._listed):
-            raise UserError("tokens_of_ranks: expected some tokens, got none on any rank")
+            raise UserError("expected some tokens, got none on any rank", "tokens_of_ranks")
         if sum(self._listed or ()) > MOST:
-            raise UserError(f"tokens_of_ranks: expected at most {MOST:,} tokens in all")
+            raise UserError(f"expected at most {MOST:,} tokens in all", "tokens_of_ranks")
         return self
 
     @property
@@ -150,7 +150,7 @@ class _Workload(Strict):
         asked = self.tokens_of_ranks
         if asked is None:
             return None
-        with naming("workload.tokens_of_ranks"):
+        with naming(keys=["workload.tokens_of_ranks"]):
             if not isinstance(asked, tuple):
                 return spread_tokens(self.total_tokens(world_size), world_size, asked, self.seed)
             if len(asked) != world_size:
@@ -210,22 +210,22 @@ class SyntheticConfig(_Workload):
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
-            raise UserError("skew, skew_from: expected one of the two, got both")
+            raise UserError("expected one of the two, got both", "skew", "skew_from")
         if (self.layer is None) != (self.skew_from is None):
-            raise UserError("skew_from, layer: expected both or none, as the counts of a layer are taken; got one")
+            raise UserError("expected both or none, as the counts of a layer are taken; got one", "skew_from", "layer")
         if None not in (self.peak_load, self.batch_peak_load):
-            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
+            raise UserError("expected one of the two, got both", "peak_load", "batch_peak_load")
         if (self.motion is None) != (self.motion_batches is None):
-            raise UserError("motion, motion_batches: expected both or none, got one")
+            raise UserError("expected both or none, got one", "motion", "motion_batches")
         if self.balanced:
             loads = {"peak_load", "batch_peak_load", "rank_load"}
             beside = {"skew", "skew_from", *loads, "neighbour_overlap"} & self.model_fields_set
             if beside:
-                raise UserError(f"balanced: prescribes all loads; expected no {', '.join(sorted(beside))}")
+                raise UserError(f"prescribes all loads; expected no {', '.join(sorted(beside))}", "balanced")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
-                raise UserError(f"skew: {self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}")
+                raise UserError(f"{self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}", "skew")
         return self
 
     def targets(self, model: ModelConfig, ep_size: int | None = None) -> dict[str, Any]:
@@ -273,9 +273,9 @@ class SyntheticConfig(_Workload):
         assert self.skew is not None
         if preset is None:
             raise UserError(
-                f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
+                f"expected none for a model that is no preset; give peak_load and the like, got {self.skew}", "skew"
             )
-        with naming("skew"):
+        with naming(keys=["skew"]):
             return load_skew(preset, self.skew)
 
 
@@ -312,7 +312,7 @@ class RecordedConfig(_Workload):
     @model_validator(mode="after")
     def _check_mix(self) -> RecordedConfig:
         if self.mix == "sequence" and self.order == "shuffled":
-            raise UserError("mix: sequence keeps the order of recordings; expected order: arrival, got shuffled")
+            raise UserError("sequence keeps the order of recordings; expected order: arrival, got shuffled", "mix")
         return self
 
 
@@ -369,7 +369,7 @@ class MeasureConfig(Strict):
     def _check(self) -> MeasureConfig:
         if self.breakdown_iterations > self.iterations:
             got = self.breakdown_iterations
-            raise UserError(f"breakdown_iterations: expected at most iterations={self.iterations}, got {got}")
+            raise UserError(f"expected at most iterations={self.iterations}, got {got}", "breakdown_iterations")
         return self
 
     @property
@@ -487,7 +487,7 @@ class RebalanceConfig(Lossless):
     @model_validator(mode="after")
     def _check(self) -> RebalanceConfig:
         if self.name == "moonep" and "least_pairs" in self.model_fields_set:
-            raise UserError("least_pairs: expected none with moonep, which always balances all ranks")
+            raise UserError("expected none with moonep, which always balances all ranks", "least_pairs")
         return self
 
     @property
@@ -615,19 +615,20 @@ class Experiment(SweepPoint):
         of_batch = measure.iterations + measure.breakdown_iterations
         if num_batches * of_batch > MOST_RUNS * 2**8:
             runs = f"{num_batches} batches of {of_batch} iterations"
-            raise UserError(f"workload.num_batches: expected at most {MOST_RUNS * 2**8} iterations in all, got {runs}")
+            most = MOST_RUNS * 2**8
+            raise UserError(f"expected at most {most} iterations in all, got {runs}", "workload.num_batches")
         if self.scope == "layer" and self.whole.num_layers is not None:
-            raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
+            raise UserError("expected with scope: model alone; one layer is timed", "whole.num_layers")
         model = self.model.spec()
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
-                with naming(f"policies.{number}", joint="."):
+                with naming(section=f"policies.{number}"):
                     policy.check_model(model.num_experts, model.top_k)
         for number in range(len(self.claims)):
             self.claimed_policies(number)
         self._check_windows()
         if isinstance(self.workload, SyntheticConfig) and self.workload.skew not in (None, *PATTERNS):
-            with naming("workload", joint="."):
+            with naming(section="workload"):
                 self.workload.calibration(self.model.preset)
         return self
 
@@ -639,19 +640,19 @@ class Experiment(SweepPoint):
             asked = sorted({"window", "every", "lag", "rearrange", "plan_ms"} & one.model_fields_set)
             if shuffled and asked:
                 expected = "none with workload.order: shuffled, whose batches do not follow each other"
-                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected {expected}")
+                raise UserError(f"expected {expected}", f"emulate.replication.{number}.{asked[0]}")
             if asked and self.windows(one).window is None:
-                raise UserError(f"emulate.replication.{number}.{asked[0]}: expected window or every to be set too")
+                raise UserError("expected window or every to be set too", f"emulate.replication.{number}.{asked[0]}")
             if one.spare_budget is not None and (shuffled or not isinstance(workload, RecordedConfig)):
                 expected = "a recording, by arrival: the window of the first plan says which layers gain"
-                raise UserError(f"emulate.replication.{number}.spare_budget: expected {expected}")
+                raise UserError(f"expected {expected}", f"emulate.replication.{number}.spare_budget")
             if (needed := self.windows(one).num_history) > self.num_history:
                 raise UserError(
-                    f"workload.history: expected at least {needed}, which emulate.replication.{number} knows, "
-                    f"got {workload.history}"
+                    f"expected at least {needed}, which emulate.replication.{number} knows, got {workload.history}",
+                    "workload.history",
                 )
         if shuffled and workload.history:
-            raise UserError(f"workload.history: expected none with order: shuffled, got {workload.history}")
+            raise UserError(f"expected none with order: shuffled, got {workload.history}", "workload.history")
 
     @property
     def virtual_ranks(self) -> int:
@@ -696,12 +697,12 @@ class Experiment(SweepPoint):
             entry, where = getattr(self.claims[number], key), f"claims.{number}.{key}"
             if entry is None:
                 return [None]
-            with naming(where):
+            with naming(section=where):
                 labels = [entry] if isinstance(entry, str) else [label_of(rule) for rule in expand_policies([entry])]
             check_known(where, labels, known)
             return [known[label] for label in labels]
 
         versus, *more = named("versus")
         if more:
-            raise UserError(f"claims.{number}.versus: expected one policy, got {1 + len(more)}")
+            raise UserError(f"expected one policy, got {1 + len(more)}", f"claims.{number}.versus")
         return [(rule, versus) for rule in named("policy")]

@@ -64,7 +64,8 @@ def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> li
     """One experiment per point of a config's sweep; ``path`` is named in errors."""
     recorded = sweep.pop(RECORDED, None) or []
     if not isinstance(recorded, list) or not all(isinstance(one, dict) for one in recorded):
-        raise UserError(f"{path}: sweep.{RECORDED}: expected a list of dotted keys with values, got {brief(recorded)}")
+        words = f"expected a list of dotted keys with values, got {brief(recorded)}"
+        raise UserError(words, f"sweep.{RECORDED}", where=str(path))
     experiments = []
     for values, own in ((raw, sweep), *(_of_recordings(path, raw, one) for one in recorded)):
         if own.get(_TRACE) == []:
@@ -93,7 +94,7 @@ def read_config(
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise UserError(f"{path}: {name}: expected dotted keys with values, got {brief(section)}")
+            raise UserError(f"expected dotted keys with values, got {brief(section)}", name, where=str(path))
     raw, sweep = (_resolved(values, "", path.parent) for values in (raw, sections["sweep"]))
     for key, value in (sections["on_cpu"] if on_cpu else {}).items():
         _change(raw, sweep, str(key), value, path.parent, f"{path}: on_cpu.{key}")
@@ -112,9 +113,11 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
         where = f"--set {brief(words, quoted=False)}"
         if not separator:
             raise UserError(f"{where}: expected key=value")
-        with naming(f"{where}: the value is", joint=" "):
+        try:
             # YAML reads a name's beginning that ends so, as of a table, as a key without a value.
             value = text if text.endswith(":") else parse_yaml(text)
+        except ValueError as problem:
+            raise UserError(f"the value is {problem}", where=where) from None
         _change(raw, sweep, key, value, Path.cwd(), where)
 
 
@@ -226,9 +229,9 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
     """One experiment for every combination of swept values."""
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
-            raise UserError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
+            raise UserError(f"expected a list of values, got {brief(values)}", f"sweep.{key}", where=str(path))
         if key == "scope":
-            raise UserError(f"{path}: sweep.scope: expected scope outside of sweep; it cannot be swept")
+            raise UserError("expected scope outside of sweep; it cannot be swept", "sweep.scope", where=str(path))
     experiments = []
     for chosen in itertools.product(*sweep.values()):
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
@@ -251,7 +254,8 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
         # A whole model takes all layers of a recording in one comparison.
         if layer != "all" or "workload.layer" in sweep:
             got = brief(sweep.get("workload.layer", layer))
-            raise UserError(f"{path}: workload.layer: expected all with scope model, for every MoE layer; got {got}")
+            words = f"expected all with scope model, for every MoE layer; got {got}"
+            raise UserError(words, "workload.layer", where=str(path))
         workload["layer"] = 0
     elif workload.get("layer") == "all" and "workload.layer" not in sweep:
         # The first recording stands for all: a workload refuses recordings whose layers differ.
@@ -260,13 +264,14 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
             trace = trace[0]
         counted = workload.get("skew_from")
         if counted is not None:
-            with naming(f"{path}: workload.skew_from"):
+            with naming(str(path), keys=["workload.skew_from"]):
                 sweep["workload.layer"] = list(read_counts(Path(counted), _moe_layers(path, raw, sweep)).loads)
         elif isinstance(trace, str):
-            with naming(f"{path}: workload.trace"):
+            with naming(str(path), keys=["workload.trace"]):
                 sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
         else:
-            raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
+            words = f"all needs a recording in workload.trace, got {brief(trace)}"
+            raise UserError(words, "workload.layer", where=str(path))
 
 
 def _moe_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Sequence[int]:

@@ -153,11 +153,11 @@ class Device(Preset):
     @model_validator(mode="after")
     def _check(self) -> Device:
         if self.most_efficiency > 1:
-            raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
+            raise UserError(f"expected shares of at most 1, got {self.most_efficiency:g}", "arithmetic_efficiency")
         if (self.gate_tflops is None) != (self.gate_basis is None):
-            raise UserError("gate_tflops, gate_basis: expected both or neither")
+            raise UserError("expected both or neither", "gate_tflops", "gate_basis")
         if bool(self.speeds) != (self.speeds_basis is not None):
-            raise UserError("speeds, speeds_basis: expected both or neither")
+            raise UserError("expected both or neither", "speeds", "speeds_basis")
         return self
 
     def for_policy(self, name: str, num_experts: int) -> Device:

@@ -71,17 +71,17 @@ class Exchange(Strict):
     @model_validator(mode="after")
     def _check(self) -> Exchange:
         if self.num_ranks % self.num_nodes:
-            raise UserError(f"num_ranks: expected a multiple of the {self.num_nodes} nodes, got {self.num_ranks}")
+            raise UserError(f"expected a multiple of the {self.num_nodes} nodes, got {self.num_ranks}", "num_ranks")
         if self.copies == "node" and self.num_nodes == 1:
-            raise UserError("copies: expected rank or pair on one node, got node")
+            raise UserError("expected rank or pair on one node, got node", "copies")
         if self.num_experts < self.num_ranks:
-            raise UserError(f"num_experts: expected at least the {self.num_ranks} ranks, got {self.num_experts}")
+            raise UserError(f"expected at least the {self.num_ranks} ranks, got {self.num_experts}", "num_experts")
         if self.top_k > self.num_experts:
-            raise UserError(f"top_k: expected at most the {self.num_experts} experts, got {self.top_k}")
+            raise UserError(f"expected at most the {self.num_experts} experts, got {self.top_k}", "top_k")
         for phase in ("dispatch", "combine"):
             sms, points = getattr(self, f"{phase}_sms"), getattr(self, phase).root
             if len(sms) not in (0, len(points)):
-                raise UserError(f"{phase}_sms: expected one for each of {len(points)} points, got {len(sms)}")
+                raise UserError(f"expected one for each of {len(points)} points, got {len(sms)}", f"{phase}_sms")
         return self
 
     @property

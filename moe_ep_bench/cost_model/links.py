@@ -121,13 +121,13 @@ class Links(Preset):
     @model_validator(mode="after")
     def _check(self) -> Links:
         if self.intra is None and self.ranks_per_node > 1:
-            raise UserError(f"intra: expected a link with ranks_per_node={self.ranks_per_node}, got null")
+            raise UserError(f"expected a link with ranks_per_node={self.ranks_per_node}, got null", "intra")
         if self.intra is None and self.inter is None:
-            raise UserError("inter: expected a link where intra is null, got null")
+            raise UserError("expected a link where intra is null, got null", "inter")
         if (exchange := self.exchange) is not None and exchange.num_nodes > 1:
             of_node = exchange.num_ranks // exchange.num_nodes
             if of_node != self.ranks_per_node:
-                raise UserError(f"exchange: expected {self.ranks_per_node} ranks on each node, got {of_node}")
+                raise UserError(f"expected {self.ranks_per_node} ranks on each node, got {of_node}", "exchange")
         return self
 
     def scaled(self, factor: float) -> Links:
@@ -135,7 +135,7 @@ class Links(Preset):
         if factor == 1:
             return self
         if self.exchange is not None:
-            raise UserError(f"bandwidth_scale: expected 1 with an exchange that was measured, got {factor:g}")
+            raise UserError(f"expected 1 with an exchange that was measured, got {factor:g}", "bandwidth_scale")
         links = {key: getattr(self, key) for key in ("intra", "inter", "gather", "reduce")}
         faster = {key: link and link.scaled(factor) for key, link in links.items()}
         return self.model_copy(update=faster)

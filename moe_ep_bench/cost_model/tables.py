@@ -297,7 +297,7 @@ def load_links_of_layer(
 def _other_links(name: str, num_ranks: int, sms: int | None) -> Links:
     """``load_links`` where nothing says how many multiprocessors an exchange holds."""
     if sms is not None:
-        raise UserError(f"exchange_sms: expected none but with an exchange of tables, got {sms} with {name}")
+        raise UserError(f"expected none but with an exchange of tables, got {sms} with {name}", "exchange_sms")
     return load_links(name, num_ranks)
 
 

@@ -149,12 +149,12 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         given = stated[key] if isinstance(stated.get(key), list) else [stated.get(key, choices[0])]
         if wrong := [value for value in given if json.dumps(value) not in map(json.dumps, choices)]:
             listed = " or ".join(json.dumps(choice).strip('"') for choice in choices)
-            raise UserError(f"{key}: expected {listed}, got {brief(wrong[0])}")
+            raise UserError(f"expected {listed}, got {brief(wrong[0])}", key)
     read = {field: _read(field, family, stated) for field in family.keys if field not in family.facts}
     values = SimpleNamespace(**read, **family.facts)
     if values.top_k > values.num_experts:
         key = next((key for key in family.keys["top_k"][0] if key in stated), "top_k")
-        raise UserError(f"{key}: expected at most the {values.num_experts} experts, got {values.top_k}")
+        raise UserError(f"expected at most the {values.num_experts} experts, got {values.top_k}", key)
     layers = _routed_layers(values, stated)
     first, dense_key = layers[0] if layers else values.num_layers, family.keys["dense_ffn_hidden_size"][0][0]
     has_dense = len(layers) < values.num_layers and stated.get(dense_key, 0) is not None
@@ -194,7 +194,7 @@ def _read(field: str, family: _Family, stated: Mapping[str, Any]) -> Any:
         return None
     value, least = stated[key], int(field not in _COUNTS)
     if field not in _NO_SIZES and not is_whole_number(value, least):
-        raise UserError(f"{key}: expected a whole number from {least}, got {brief(value)}")
+        raise UserError(f"expected a whole number from {least}, got {brief(value)}", key)
     return value
 
 
@@ -206,16 +206,16 @@ def _routed_layers(values: SimpleNamespace, stated: Mapping[str, Any]) -> list[i
     if kinds is not None:
         key = "mlp_layer_types" if "mlp_layer_types" in stated else "moe_layer_freq"
         if not isinstance(kinds, list):
-            raise UserError(f"{key}: expected 1 or a list, got {brief(kinds)}")
+            raise UserError(f"expected 1 or a list, got {brief(kinds)}", key)
         if not all(kind in ("dense", "sparse", 0, 1) for kind in kinds):
-            raise UserError(f"{key}: expected dense and sparse layers, got {brief(kinds)}")
+            raise UserError(f"expected dense and sparse layers, got {brief(kinds)}", key)
         if len(kinds) < num_layers:
-            raise UserError(f"{key}: expected the kinds of {num_layers} layers, got {len(kinds)}")
+            raise UserError(f"expected the kinds of {num_layers} layers, got {len(kinds)}", key)
         return [layer for layer in range(num_layers) if kinds[layer] in ("sparse", 1)]
     if values.routed_layers is not None:
         return sorted(values.routed_layers)
     if first is None:
-        raise UserError("first_k_dense_replace: missing")
+        raise UserError("missing", "first_k_dense_replace")
     step, dense = values.layer_step, values.dense_layers
     return [layer for layer in range(first, num_layers) if (layer + 1) % step == 0 and layer not in dense]
 
@@ -270,7 +270,7 @@ def _split_layers(stated: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(listed, str):
         return {}
     if not re.fullmatch(r"[\d, ]*", listed):
-        raise UserError(f"moe_layers_enum: expected numbers of layers, got {brief(listed)}")
+        raise UserError(f"expected numbers of layers, got {brief(listed)}", "moe_layers_enum")
     layers = [int(number) for number in listed.split(",") if number.strip()]
     most = stated.get("num_hidden_layers")
     return {"moe_layers_enum": [layer for layer in layers if not is_whole_number(most, 1) or layer < most]}
@@ -279,7 +279,7 @@ def _split_layers(stated: Mapping[str, Any]) -> dict[str, Any]:
 def _check_experts(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Gemma 4: some have none."""
     if stated.get("enable_moe_block") is not True or "num_experts" not in stated:
-        raise UserError("enable_moe_block: false, or missing, or without num_experts: this model has no experts")
+        raise UserError("false, or missing, or without num_experts: this model has no experts", "enable_moe_block")
     return {}
 
 
@@ -288,7 +288,7 @@ def _halve_width(stated: Mapping[str, Any]) -> dict[str, Any]:
     if (width := stated.get("mlp_hidden_size")) is None:
         ratio, hidden = stated.get("mlp_ratio"), stated.get("d_model")
         if not is_whole_number(ratio, 1):
-            raise UserError(f"mlp_ratio: {'missing; ' * (ratio is None)}expected a whole number from 1")
+            raise UserError(f"{'missing; ' * (ratio is None)}expected a whole number from 1", "mlp_ratio")
         width = ratio * hidden if is_whole_number(hidden, 1) else 2
     return {"mlp_hidden_size": width // 2 if is_whole_number(width, 1) else width}
 

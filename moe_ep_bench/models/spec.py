@@ -212,26 +212,32 @@ class ModelSpec(Preset):
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         if self.top_k > self.num_experts:
-            raise UserError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+            raise UserError(f"expected at most num_experts={self.num_experts}, got {self.top_k}", "top_k")
         layers = self.moe_layers
         if not layers or layers[-1] >= self.num_layers or list(layers) != sorted({*layers}):
             raise UserError(
-                f"first_dense_layers, listed_moe_layers: expected MoE layers, ascending, below num_layers="
-                f"{self.num_layers}, got {list(layers)}"
+                f"expected MoE layers, ascending, below num_layers={self.num_layers}, got {list(layers)}",
+                "first_dense_layers",
+                "listed_moe_layers",
             )
         groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
         if (groups, top, scored) == (None, None, None):
             return self
         if groups is None or top is None or scored is None or self.num_experts % groups:
             raise UserError(
-                f"num_groups, top_groups, group_score_experts: expected all or none, and a divisor of "
-                f"num_experts={self.num_experts} as num_groups; got {groups}, {top}, {scored}"
+                f"expected all or none, and a divisor of "
+                f"num_experts={self.num_experts} as num_groups; got {groups}, {top}, {scored}",
+                "num_groups",
+                "top_groups",
+                "group_score_experts",
             )
         size = self.num_experts // groups
         if top > groups or top * size < self.top_k or scored > size:
             raise UserError(
-                f"top_groups, group_score_experts: expected at most num_groups={groups}, with room for "
-                f"top_k={self.top_k} in groups of {size}, and at most as many; got {top}, {scored}"
+                f"expected at most num_groups={groups}, with room for "
+                f"top_k={self.top_k} in groups of {size}, and at most as many; got {top}, {scored}",
+                "top_groups",
+                "group_score_experts",
             )
         return self
 
@@ -330,7 +336,7 @@ class ModelSpec(Preset):
         sizes = {key: getattr(self, key) for key in _FFN_SIZES}
         for key, size in sizes.items():
             if size % tensor_parallel:
-                raise UserError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
+                raise UserError(f"expected a divisor of {key}={size}, got {tensor_parallel}", "tensor_parallel")
         shards = {key: size // tensor_parallel for key, size in sizes.items()}
         name = f"{self.name}, 1 of {tensor_parallel} TP ranks"
         return self.model_copy(update={**shards, "name": name, "tensor_parallel": tensor_parallel})

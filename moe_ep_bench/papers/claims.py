@@ -87,11 +87,11 @@ class Claim(Strict):
     @model_validator(mode="after")
     def _check(self) -> Claim:
         if self.policy is None and self.metric not in NUMBERS:
-            raise UserError(f"policy: expected one of the config's with {self.metric}, got none")
+            raise UserError(f"expected one of the config's with {self.metric}, got none", "policy")
         if self.versus is not None and self.metric in (*SHARES, *NUMBERS):
-            raise UserError(f"versus: expected none with {self.metric}, which is of one case by itself")
+            raise UserError(f"expected none with {self.metric}, which is of one case by itself", "versus")
         if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
-            raise UserError("published: expected paper and item, and no number under paper beside it")
+            raise UserError("expected paper and item, and no number under paper beside it", "published")
         return self
 
     def resolved(self, policy: Any) -> Claim:
@@ -110,7 +110,7 @@ class Claim(Strict):
         found = numbers(paper, **wanted)
         if not found:
             words = ", ".join(f"{key} {value}" for key, value in wanted.items())
-            raise UserError(f"published: expected a number of {paper}; there is none with {words}")
+            raise UserError(f"expected a number of {paper}; there is none with {words}", "published")
         values, bounds = [round(_as_metric(self.metric, one), 4) for one in found], {one.bound for one in found}
         ends = (None if "below" in bounds else min(values), None if "above" in bounds else max(values))
         return self.model_copy(update={"paper": ends})

@@ -75,15 +75,13 @@ def claim_rows(comparisons: Sequence[Point]) -> list[dict[str, Any]]:
             print(f"moe-ep-bench: left out: {claim.source}: no comparison has {unmet[-1]}", file=sys.stderr)
         for group in alike.values():
             for policy, versus in experiment.claimed_policies(place):
-                try:
+                with naming(section=f"claims.{place}"):
                     resolved = claim.resolved(policy)
-                except ValueError as problem:
-                    raise UserError(f"claims.{place}.{problem}") from None
                 number += 1
                 rows += _rows(number, resolved, policy, versus, group, [] if claim.where else beside)
     if not rows:
         wanted = "; ".join(dict.fromkeys(unmet))
-        raise UserError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
+        raise UserError(f"expected a comparison that one of them is about ({wanted}); there is none", "claims")
     return rows
 
 
@@ -133,7 +131,7 @@ def _is_at(experiment: Experiment, claim: Claim, place: int) -> bool:
     try:
         return all(_value(experiment, key) == wanted for key, wanted in claim.where.items())
     except KeyError as key:
-        raise UserError(f"claims.{place}.where: expected dotted keys of the config, got {key.args[0]}") from None
+        raise UserError(f"expected dotted keys of the config, got {key.args[0]}", f"claims.{place}.where") from None
 
 
 def _value(experiment: Experiment, dotted: str) -> Any:

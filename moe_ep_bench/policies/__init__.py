@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
+from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_error
 from moe_ep_bench.policies.capacity import BudgetDrop, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
@@ -69,10 +69,10 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     for key in values:
         if key not in known:
             allowed = ", ".join(known) or "no fields"
-            raise UserError(f"{key}: {kind.name} has no such field; expected {allowed}{did_you_mean(key, known)}")
+            raise UserError(f"{kind.name} has no such field; expected {allowed}{did_you_mean(key, known)}", key)
     for key, field in known.items():
         if field.default is MISSING and key not in values:
-            raise UserError(f"{key}: {kind.name} needs it")
+            raise UserError(f"{kind.name} needs it", key)
     try:
         # A user's plain dataclass checks nothing by itself. Values are JSON's: a list is a tuple, a word no number.
         is_ours = kind is POLICIES.get(kind.name)
@@ -80,13 +80,13 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
         hash(made)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        raise UserError(": ".join([*map(str, problem["loc"][:1]), problem_words(problem)])) from None
+        raise problem_error(problem, ".".join(map(str, problem["loc"][:1]))) from None
     except (TypeError, ValueError, PydanticUserError) as error:
         given = ", ".join(f"{key}={brief(value)}" for key, value in values.items())
         raise UserError(" ".join(f"{kind.name} ({given}): {error}".split())) from None
     lengths = {key: len(column) for key, column in made.by_layer.items()}
     if len(set(lengths.values())) > 1:
-        raise UserError(f"{', '.join(lengths)}: expected as many layers in each, got {list(lengths.values())}")
+        raise UserError(f"expected as many layers in each, got {list(lengths.values())}", *lengths)
     return made
 
 
@@ -104,21 +104,21 @@ def policy_class(name: object) -> type[Policy]:
     module, colon, class_name = str(name).rpartition(":")
     if not colon:
         known = f"one of {', '.join(POLICIES)} or package.module:Class"
-        raise UserError(f"name: expected {known}; got {brief(name)}{did_you_mean(name, POLICIES)}")
+        raise UserError(f"expected {known}; got {brief(name)}{did_you_mean(name, POLICIES)}", "name")
     try:
         kind = getattr(importlib.import_module(module), class_name)
     except (Exception, SystemExit) as error:
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
         hint = "; PYTHONPATH names the folder of a module" if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"name: cannot load {name!r}: {words}{hint}") from None
+        raise UserError(f"cannot load {name!r}: {words}{hint}", "name") from None
     is_policy = isinstance(kind, type) and issubclass(kind, Policy) and kind.route is not Policy.route
     if not is_policy or "__dataclass_params__" not in vars(kind):
         expected = "@dataclass(frozen=True, kw_only=True) on a class that extends moe_ep_bench.policies.Policy"
-        raise UserError(f"name: {name}: expected {expected} and has a method route(scores_TE, context, stats=None)")
+        raise UserError(f"{name}: expected {expected} and has a method route(scores_TE, context, stats=None)", "name")
     own = getattr(kind, "name", None)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", str(own)) or own in (*POLICIES, *_RESERVED):
         expected = "its name in lower case, digits and _, and none of moe-ep-bench's"
-        raise UserError(f"name: {name}: expected {expected}; got {brief(own)}")
+        raise UserError(f"{name}: expected {expected}; got {brief(own)}", "name")
     return kind
 
 

@@ -114,7 +114,7 @@ class CapacityPolicy(SteppedPolicy):
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         if self.modality != "uniform" and context.modality_T is None:
-            raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
+            raise UserError(f"modality={self.modality} needs the tokens' modality, got None", "modality_T")
 
     def room(self, num_experts: int, context: RoutingContext) -> Room:
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
@@ -194,7 +194,7 @@ class ExpandedDrop(CapacityPolicy):
 
     def __post_init__(self) -> None:
         if self.num_candidates is None and self.scope == "global":
-            raise UserError("num_candidates: scope=global needs a whole number >= 0, got None")
+            raise UserError("scope=global needs a whole number >= 0, got None", "num_candidates")
 
     @property
     def knows_rank(self) -> bool:

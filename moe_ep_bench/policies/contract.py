@@ -265,7 +265,7 @@ class Policy:
             counts = getattr(self, field)
             most = max(counts) if isinstance(counts, ByLayer) else counts or 0
             if most > num_experts:
-                raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {most}")
+                raise UserError(f"expected at most the model's {num_experts} experts, got {most}", field)
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.
@@ -333,7 +333,7 @@ def layer_at(layer_fraction: float, num_layers: int, fields: str) -> int:
     layer = round(layer_fraction * num_layers)
     if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
         expected = f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
-        raise UserError(f"{fields}: expected {expected}; got {num_layers}")
+        raise UserError(f"expected {expected}; got {num_layers}", fields)
     return layer
 
 
@@ -361,7 +361,7 @@ class SteppedPolicy(Policy):
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         if self.draws and context.generator is None and context.random_TE is None:
-            raise UserError(f"generator: {self.name} needs a torch.Generator in the context, got None")
+            raise UserError(f"{self.name} needs a torch.Generator in the context, got None", "generator")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """As many as the model's own routing, unless a policy says otherwise."""
@@ -435,15 +435,15 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
 def check_routing(routing: object, scores_TE: Tensor) -> None:
     """Raise ValueError unless a policy returned a routing of these scores' shape and of the contract's types."""
     if not isinstance(routing, Routing):
-        raise UserError(f"route: expected a Routing, got {type(routing).__name__}")
+        raise UserError(f"expected a Routing, got {type(routing).__name__}", "route")
     shape = list(scores_TE.shape)
     for name, dtype in (("map_TE", torch.bool), ("weights_TE", torch.float32)):
         value = getattr(routing, name)
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         if got != f"{dtype} {shape}":
-            raise UserError(f"{name}: expected {dtype} {shape}, got {got}")
+            raise UserError(f"expected {dtype} {shape}, got {got}", name)
 
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
-        raise UserError(f"{name}: expected {expected}, got {got}")
+        raise UserError(f"expected {expected}, got {got}", name)

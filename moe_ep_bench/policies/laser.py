@@ -86,7 +86,7 @@ class Laser(LoadAwarePolicy):
         super().check(scores_TE, context)
         num_experts = scores_TE.shape[1]
         if not context.top_k <= self.c <= num_experts:
-            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}")
+            raise UserError(f"expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}", "c")
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         rule = LeastLoaded(top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c)

@@ -52,7 +52,7 @@ class Pruned(SteppedPolicy):
         super().check_model(num_experts, top_k)
         k0, p = (max(value) if isinstance(value, ByLayer) else value for value in (self.k0, self.p))
         if k0 > top_k and p == 1:
-            raise UserError(f"k0: expected at most {top_k}, the model's top-k, where p is 1; got {k0}")
+            raise UserError(f"expected at most {top_k}, the model's top-k, where p is 1; got {k0}", "k0")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return min(self.k0, num_experts)

@@ -61,14 +61,14 @@ class SERE(SteppedPolicy):
 
     def __post_init__(self) -> None:
         if self.similarity is None:
-            raise UserError(f"similarity: sere needs a file of the experts' similarity; {HOW}")
+            raise UserError(f"sere needs a file of the experts' similarity; {HOW}", "similarity")
 
     @cached_property
     def data(self) -> Similarity:
         """The file; ValueError where there is none."""
         found = open_similarity(Path(str(self.similarity)))
         if self.layer is not None and self.layer >= found.num_layers:
-            raise UserError(f"layer: expected 0 to {found.num_layers - 1}, layers of {found.path}; got {self.layer}")
+            raise UserError(f"expected 0 to {found.num_layers - 1}, layers of {found.path}; got {self.layer}", "layer")
         return found
 
     @property
@@ -88,7 +88,7 @@ class SERE(SteppedPolicy):
     def _check_experts(self, num_experts: int) -> None:
         if self.data.num_experts != num_experts:
             got = f"{self.data.num_experts} in {self.data.path.name}"
-            raise UserError(f"similarity: expected a file of {num_experts} experts, as the model has, got {got}")
+            raise UserError(f"expected a file of {num_experts} experts, as the model has, got {got}", "similarity")
 
     def _matrix_number(self, context: RoutingContext) -> int:
         """Which matrix serves this layer; ValueError: there is none."""

@@ -56,7 +56,7 @@ def open_similarity(path: Path) -> Similarity:
         ValueError: no such file, or another one; one line that says how to make one.
     """
     if not path.is_file():
-        raise UserError(f"similarity: {path}: no such file; {HOW}")
+        raise UserError(f"{path}: no such file; {HOW}", "similarity")
     return _open(path, path.stat().st_mtime_ns)
 
 
@@ -69,9 +69,9 @@ def _open(path: Path, _: int) -> Similarity:
             facts = file.metadata() or {}
             num_layers, num_experts = file.get_slice(TENSOR).get_shape()[:2]
     except (SafetensorError, OSError) as error:
-        raise UserError(f"similarity: {path}: not readable ({brief(str(error), quoted=False)}); {HOW}") from None
+        raise UserError(f"{path}: not readable ({brief(str(error), quoted=False)}); {HOW}", "similarity") from None
     if (form := facts.get("format")) != FORMAT:
-        raise UserError(f"similarity: {path}: expected format {FORMAT}, got {brief(form)}; {HOW}")
+        raise UserError(f"{path}: expected format {FORMAT}, got {brief(form)}; {HOW}", "similarity")
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     return Similarity(path, digest, num_layers, num_experts, facts.get("model"))

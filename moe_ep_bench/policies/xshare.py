@@ -76,13 +76,13 @@ class XShare(SteppedPolicy):
     def __post_init__(self) -> None:
         for name in ("budget", "mass_threshold", "request_budget", "rank_budget"):
             if getattr(self, name) is not None and name not in _READS[self.scope]:
-                raise UserError(f"{name}: scope={self.scope} does not read it, got {getattr(self, name)!r}")
+                raise UserError(f"scope={self.scope} does not read it, got {getattr(self, name)!r}", name)
         if self.scope == "batch" and (self.budget is None) == (self.mass_threshold is None):
             given = "neither" if self.budget is None else "both"
             raise UserError(f"budget and mass_threshold: scope=batch expects one of them, got {given}")
         needed = {"request": "request_budget", "rank": "rank_budget"}.get(self.scope)
         if needed is not None and getattr(self, needed) is None:
-            raise UserError(f"{needed}: scope={self.scope} needs a whole number >= 0, got None")
+            raise UserError(f"scope={self.scope} needs a whole number >= 0, got None", needed)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)

@@ -116,7 +116,7 @@ class Checkpoint:
         """Raise ValueError where the model does not know so many positions."""
         most = getattr(self.config, "max_position_embeddings", None)
         if most is not None and length > most:
-            raise UserError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
+            raise UserError(f"expected at most {most}, the positions that {self.name} knows, got {length}", name)
 
     def sequences(self, text: Path, length: int, number: int | None = None) -> torch.Tensor:
         """A text's first sequences, or all, without special tokens; what is left at the end is dropped: int64 [B, S].
@@ -330,6 +330,6 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
         assert number is not None, name
         layer = MoELayer(name, int(number[1]), place / len(found), router, experts, spec)
         if spec.selection_bias != hasattr(router, _BIAS):
-            raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
+            raise UserError(f"expected {_BIAS}, by which {values['model_type']} selects experts", name)
         layers.append(layer)
     return layers

@@ -40,7 +40,7 @@ class TextConfig(Strict):
     def _check(self) -> TextConfig:
         if self.num_sequences % self.batch_size:
             raise UserError(
-                f"num_sequences: expected a multiple of batch_size={self.batch_size}, got {self.num_sequences}"
+                f"expected a multiple of batch_size={self.batch_size}, got {self.num_sequences}", "num_sequences"
             )
         return self
 
@@ -85,15 +85,15 @@ class QualityExperiment(SweepPoint):
     def _check(self) -> QualityExperiment:
         if self.tasks is None:
             if self.text is None:
-                raise UserError("text, tasks: expected at least one of them, got neither")
+                raise UserError("expected at least one of them, got neither", "text", "tasks")
             for key in ("include", "limit", "batch_size"):
                 if key in self.model_fields_set:
                     hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
-                    raise UserError(f"{key}: expected tasks beside it, got none{hint}")
+                    raise UserError(f"expected tasks beside it, got none{hint}", key)
         asked = [(task.name, task.num_fewshot) for task in self.tasks or ()]
         if len(set(asked)) < len(asked):
             twice = max(asked, key=asked.count)[0]
-            raise UserError(f"tasks: expected each task once at each number of shots, got {twice} twice")
+            raise UserError(f"expected each task once at each number of shots, got {twice} twice", "tasks")
         return self
 
     def make_policies(self) -> list[Policy]:

@@ -123,7 +123,7 @@ class ForwardPass:
         elif isinstance(mask, Tensor) and mask.dim() == 2:
             valid_BS = mask[:, -tokens.shape[1] :].bool()  # the mask covers the cache too
         else:
-            raise UserError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
+            raise UserError("expected two dimensions [sequences, tokens], which say what is padding", "attention_mask")
         if arrangement != "as_run":
             return cls(arrangement, valid_BS, arrangement == "decode")
         return cls("decode" if _num_cached(arguments) > 0 else "prefill", valid_BS, False)

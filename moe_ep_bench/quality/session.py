@@ -133,7 +133,7 @@ def _comparisons(experiment: QualityExperiment, checkpoint: Checkpoint) -> Itera
     ep_size = experiment.layer.ep_size or default_ep_size(layers[0].num_experts)
     if layers[0].num_experts % ep_size:
         divisor = f"a divisor of the {layers[0].num_experts} experts of {checkpoint.name}"
-        raise UserError(f"layer.ep_size: expected {divisor}, got {ep_size}")
+        raise UserError(f"expected {divisor}, got {ep_size}", "layer.ep_size")
     texts = [] if experiment.text is None else [Text.of(experiment, ep_size, checkpoint, experiment.text)]
     tasks = [Task(experiment, ep_size, task, checkpoint.tokenizer) for task in experiment.tasks or ()]
     try_policies(layers[0], experiment.make_policies(), ep_size)

@@ -62,7 +62,7 @@ def task_manager(include: Path | None) -> Any:
     import_harness()
     for path in sorted(include.rglob("*.yaml")) if include else ():
         if b"!function" in path.read_bytes():
-            raise UserError(f"include: {path}: expected a task without code of its own, got !function")
+            raise UserError(f"{path}: expected a task without code of its own, got !function", "include")
     return importlib.import_module("lm_eval.tasks").TaskManager(include_path=include and str(include))
 
 
@@ -70,7 +70,7 @@ def check_task(name: str, include: Path | None) -> None:
     """Raise ValueError where there is no such task, or the harness is not installed."""
     if name not in task_manager(include).all_tasks:
         there = "a task of lm_eval (`lm_eval ls tasks`) or of include"
-        raise UserError(f"tasks: expected {there}, got {brief(name)}")
+        raise UserError(f"expected {there}, got {brief(name)}", "tasks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +192,7 @@ def served_lm(url: str, name: str, tokenizer: str, in_flight: int) -> Any:
             max_retries=1,
         )
     except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"tasks: serve.model: the harness cannot ask {brief(tokenizer)}: {brief(error)}") from None
+        raise UserError(f"serve.model: the harness cannot ask {brief(tokenizer)}: {brief(error)}", "tasks") from None
 
 
 def score_continuations(
@@ -263,10 +263,10 @@ def run_task(
     # Tasks fail in as many ways as their data are read; what a policy or the device has to say passes.
     except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+        raise UserError(f"{task}: cannot be run: {type(error).__name__}: {words}", "tasks") from error
     scores = list(_scores(found))
     if not scores:
-        raise UserError(f"tasks: {task}: expected numbers from the harness, got none")
+        raise UserError(f"{task}: expected numbers from the harness, got none", "tasks")
     # A name that stands for several tasks and is no group has no results of its own.
     has_own = any(score["task"] == task for score in scores)
     scores = [{**score, "is_asked": score["task"] == task or not has_own} for score in scores]

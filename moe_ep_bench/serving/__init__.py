@@ -66,7 +66,7 @@ def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
             return policy, policy.acts_in
         is_list = isinstance(acts_in, list) and acts_in
         if not is_list or sorted(map(str, acts_in)) != [stage for stage in sorted(STAGES) if stage in acts_in]:
-            raise UserError(f"acts_in: expected a list of {' and '.join(STAGES)}, each once, got {acts_in!r}")
+            raise UserError(f"expected a list of {' and '.join(STAGES)}, each once, got {acts_in!r}", "acts_in")
         return policy, tuple(acts_in)
 
 

@@ -248,6 +248,6 @@ def model_at(url: str, asked: str, limit_s: float) -> str:
         return asked
     if len(names) > 1:
         raise UserError(
-            f"serve.model: expected one of {brief(', '.join(names), 200, quoted=False)} at {url}, got {asked}"
+            f"expected one of {brief(', '.join(names), 200, quoted=False)} at {url}, got {asked}", "serve.model"
         )
     return names[0]

@@ -94,7 +94,7 @@ class ServersConfig(Strict):
     def _check_load(self) -> ServersConfig:
         if (self.concurrency is None) == (self.rate is None):
             got = "neither" if self.rate is None else "both"
-            raise UserError(f"concurrency, rate: expected one of the two, got {got}")
+            raise UserError(f"expected one of the two, got {got}", "concurrency", "rate")
         return self
 
 

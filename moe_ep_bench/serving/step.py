@@ -46,10 +46,10 @@ def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: 
     """
     for key, words in _UNKNOWN_ROUTERS.items():
         if not (told.get(key) is None or (isinstance(told[key], int) and told[key] == 0)):
-            raise UserError(f"{name}: {words} ({key}), which no policy knows")
+            raise UserError(f"{words} ({key}), which no policy knows", name)
     score_function = told.get("scoring_func", "softmax")
     if score_function not in ("softmax", "sigmoid"):
-        raise UserError(f"{name}: scoring_func: expected softmax or sigmoid, got {score_function!r}")
+        raise UserError(f"scoring_func: expected softmax or sigmoid, got {score_function!r}", name)
     bias, scale = told.get("e_score_correction_bias"), told.get("routed_scaling_factor", 1.0)
     groups, top = told.get("num_expert_group"), told.get("topk_group")
     has_groups = bool(told.get("use_grouped_topk")) and groups is not None and groups > 1

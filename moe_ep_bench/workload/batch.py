@@ -178,7 +178,7 @@ class Workload(ABC):
         least = self.top_k / self.num_experts
         if self.topk_share is not None and not least < self.topk_share < 1:
             raise UserError(
-                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
+                f"expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}", "topk_share"
             )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Base64Bytes, BaseModel, Field, NonNegativeInt, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, naming, problem_words
+from moe_ep_bench.errors import UserError, brief, naming, problem_error
 from moe_ep_bench.models import ModelSpec, load_model, scores_from_logits, shares
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.trace import TraceWriter, score_words, written_trace
@@ -64,7 +64,7 @@ def records(path: Path, kind: type[_Record]) -> Iterator[tuple[str, _Record]]:
                 yield where, kind.model_validate_json(line)
             except ValidationError as error:
                 problem = error.errors(include_url=False)[0]
-                raise UserError(": ".join([where, *map(str, problem["loc"]), problem_words(problem)])) from None
+                raise problem_error(problem, ".".join(map(str, problem["loc"])), where) from None
 
 
 def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = "iu") -> NDArray[Any]:
@@ -403,13 +403,13 @@ def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
             what a router makes; one line that names the file, the place in it, the value and what is allowed.
     """
     if kind not in IMPORTERS:
-        raise UserError(f"kind: expected one of {', '.join(IMPORTERS)}; got {kind!r}")
+        raise UserError(f"expected one of {', '.join(IMPORTERS)}; got {kind!r}", "kind")
     importer = IMPORTERS[kind]
     if missing := [name for name in importer.needs if not options.get(name)]:
         raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it")
     about = ImportOptions(**options)
     if about.stage not in ("", *STAGES):
-        raise UserError(f"stage: expected one of {', '.join(STAGES)}; got {about.stage!r}")
+        raise UserError(f"expected one of {', '.join(STAGES)}; got {about.stage!r}", "stage")
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     if out.exists():

@@ -44,7 +44,7 @@ class Motion:
         least = {"hotspot": 1, "burst": 2, "drift": 0}[self.kind]
         if self.batches < least or (least and self.batches != int(self.batches)):
             expected = f"a whole number from {least} on" if least else "a number above 0"
-            raise UserError(f"motion_batches: expected {expected} for {self.kind}, got {self.batches:g}")
+            raise UserError(f"expected {expected} for {self.kind}, got {self.batches:g}", "motion_batches")
 
     def places(
         self, index: int, popularity_E: NDArray[np.float64], seed: int, num_groups: int | None

@@ -92,10 +92,10 @@ class RecordedWorkload(Workload):
     def __post_init__(self) -> None:
         per_request = self.tokens_per_request
         if self.arrangement == "sequences" and per_request != 1:
-            raise UserError(f"tokens_per_request: expected 1 where arrangement is sequences, got {per_request}")
+            raise UserError(f"expected 1 where arrangement is sequences, got {per_request}", "tokens_per_request")
         if self.num_tokens % per_request:
             expected = f"a multiple of tokens_per_request ({per_request})"
-            raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
+            raise UserError(f"expected {expected}, got {self.num_tokens}", "num_tokens")
         for trace in self.traces:
             self._check(trace, self.traces[0])
             if self.order == "arrival" and trace.arrival_S is not None:
@@ -238,7 +238,7 @@ class RecordedWorkload(Workload):
         each, more = divmod(requests, len(pools))
         if not each:
             expected = f"a request of each of the {len(pools)} recordings in every step"
-            raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
+            raise UserError(f"expected {expected}, got {more} (num_tokens / tokens_per_request)", "trace")
         num_requests = [each + (place < more) for place in range(len(pools))]
         return draw_steps(pools, num_requests, self.tokens_per_request, num_steps, random, in_order=in_order)
 
@@ -246,9 +246,10 @@ class RecordedWorkload(Workload):
         """By arrival the recordings have fewer batches."""
         ahead = f" and the {self.num_history} ahead of them that plans know" if self.num_history else ""
         return UserError(
-            f"num_batches: expected at most {max(possible - self.num_history, 0)} batches of {self.num_tokens:,} tokens"
+            f"expected at most {max(possible - self.num_history, 0)} batches of {self.num_tokens:,} tokens"
             f"{ahead}, as order: arrival takes none of the {self._offsets[-1]:,} recorded tokens twice; "
-            f"got {self.num_batches} (order: shuffled draws requests again)"
+            f"got {self.num_batches} (order: shuffled draws requests again)",
+            "num_batches",
         )
 
     @cached_property

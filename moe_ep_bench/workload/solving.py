@@ -87,8 +87,9 @@ def solve_strength(
     if busiest(0.0) > peak_load + tolerance:
         least = math.ceil(busiest(0.0) * 1000) / 1000
         raise UserError(
-            f"batch_peak_load: expected {least:g} to {most:g} (what noise alone gives with {num_tokens} tokens, to "
-            f"experts / top_k), got {peak_load:g}; peak_load is of the traffic, to which few tokens add chance"
+            f"expected {least:g} to {most:g} (what noise alone gives with {num_tokens} tokens, to "
+            f"experts / top_k), got {peak_load:g}; peak_load is of the traffic, to which few tokens add chance",
+            "batch_peak_load",
         )
     if busiest(0.0) >= peak_load - tolerance:
         return 0.0
@@ -97,7 +98,7 @@ def solve_strength(
     while busiest(high) < peak_load - tolerance:
         high *= 2
         if high > _GREATEST_STRENGTH:
-            raise UserError(f"peak_load: expected at most {busiest(high):.3g}, got {peak_load:g}")
+            raise UserError(f"expected at most {busiest(high):.3g}, got {peak_load:g}", "peak_load")
     return root(busiest, peak_load, high / 2 if high > 0.5 else 0.0, high, tolerance)
 
 
@@ -151,8 +152,9 @@ def solve_copying(shared: Callable[[float], float], overlap: float, top_k: int, 
         return 0.0
     if not least <= overlap < top_k:
         raise UserError(
-            f"neighbour_overlap: expected {np.ceil(least * 100) / 100:g} (what tokens share by chance under this skew) "
-            f"to below {top_k}, got {overlap:g}"
+            f"expected {np.ceil(least * 100) / 100:g} (what tokens share by chance under this skew) "
+            f"to below {top_k}, got {overlap:g}",
+            "neighbour_overlap",
         )
     return root(shared, overlap, 0.0, _MOST_COPYING, _COPYING_TOLERANCE * overlap)
 
@@ -205,7 +207,8 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     most = load_E[hottest_first_E[:per_rank]].sum() / mean
     least = load_E[packed(np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
     raise UserError(
-        f"rank_load: expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, got {target:g}"
+        f"expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, got {target:g}",
+        "rank_load",
     )
 
 
@@ -226,7 +229,7 @@ def place_in_groups(
         return (order_G[:, None] * size + np.arange(size)).ravel()
     if size % per_rank:
         raise UserError(
-            f"rank_load: expected ranks that hold whole groups, or parts of one, of {num_groups}; got {num_ranks}"
+            f"expected ranks that hold whole groups, or parts of one, of {num_groups}; got {num_ranks}", "rank_load"
         )
     of_group, mean = size // per_rank, load_E.sum() / num_ranks
     packed_GL = np.stack([pack(of_one.astype(np.float64), of_group) for of_one in load_GL])
@@ -246,15 +249,16 @@ def place_in_groups(
         places_GL[hot] = inside_L
         return (order_G[:, None] * size + places_GL[order_G]).ravel()
     raise UserError(
-        f"rank_load: expected about {packed_G.max() / mean:.2f} to {most_G.max() / mean:.2f} on {num_ranks} ranks with"
-        f" this peak load and {num_groups} groups, got {target:g}"
+        f"expected about {packed_G.max() / mean:.2f} to {most_G.max() / mean:.2f} on {num_ranks} ranks with"
+        f" this peak load and {num_groups} groups, got {target:g}",
+        "rank_load",
     )
 
 
 def _in_one_group(load_L: NDArray[np.int64], num_ranks: int, target: float, hot_rank: int) -> NDArray[np.int64]:
     if num_ranks == 1:
         if abs(target - 1) > RANK_LOAD_TOLERANCE:
-            raise UserError(f"rank_load: expected 1 on one rank, got {target:g}")
+            raise UserError(f"expected 1 on one rank, got {target:g}", "rank_load")
         return np.arange(len(load_L))
     return place_for_rank_load(load_L, num_ranks, target, hot_rank)
 
@@ -302,7 +306,7 @@ def load_profile(num_experts: int, peak_load: float, dropped: dict[float, float]
         found.append((abs(math.log((fall + 0.05) / _USUAL_FALL)), profile_E))
     if not found:
         shares = ", ".join(f"{share:g} at {factor:g}" for factor, share in dropped.items())
-        raise UserError(f"cuts: no loads with a peak load of {peak_load:g} lose these shares: {shares}")
+        raise UserError(f"no loads with a peak load of {peak_load:g} lose these shares: {shares}", "cuts")
     profile_E = min(found, key=lambda one: one[0])[1]
     return profile_E / profile_E.mean()
 
@@ -350,7 +354,7 @@ def place_for_cuts(
         if miss_C.max() <= RANK_LOAD_TOLERANCE:
             return load_E[place_E]
     raise UserError(
-        f"rank_load, cuts: no places of the experts come nearer than {nearest:.1%} to the fullest rank's loads"
+        f"no places of the experts come nearer than {nearest:.1%} to the fullest rank's loads", "rank_load", "cuts"
     )
 
 

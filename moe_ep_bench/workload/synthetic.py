@@ -150,50 +150,52 @@ class SyntheticWorkload(Workload):
 
     def __post_init__(self) -> None:
         if self.pattern is not None and self.num_groups is not None:
-            raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
+            raise UserError(f"{self.pattern} knows no groups of experts; the model has {self.num_groups}", "skew")
         if self.pattern in TOKEN_IMBALANCE:
             token_imbalance.check(self.pattern, self.num_experts, self.top_k)
         most = self.num_experts / self.top_k
         peaks = {name: getattr(self, name) for name in ("peak_load", "batch_peak_load")}
         for name, load in peaks.items():
             if load is not None and not 1 <= load <= most:
-                raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {load:g}")
+                raise UserError(f"expected 1 to {most:g} (experts / top_k), got {load:g}", name)
         if None not in peaks.values():
-            raise UserError("peak_load, batch_peak_load: expected one of the two, got both")
+            raise UserError("expected one of the two, got both", "peak_load", "batch_peak_load")
         if self.expert_loads is not None:
             if self.rank_load is not None or any(peaks.values()):
-                raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
+                raise UserError("says every expert's load; expected no peak_load and no rank_load", "skew_from")
             if len(self.expert_loads) != self.num_experts:
                 got = len(self.expert_loads)
-                raise UserError(f"skew_from: expected counts of {self.num_experts} experts, got {got}")
+                raise UserError(f"expected counts of {self.num_experts} experts, got {got}", "skew_from")
             if (peak := self.num_experts * max(self.expert_loads) / sum(self.expert_loads)) > most:
-                raise UserError(f"skew_from: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
+                raise UserError(f"expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}", "skew_from")
         if self.rank_load is not None and not self.is_balanced:
             self._check_rank_load(*self.rank_load)
         self._check_motion()
         self._check_topk_share()
         if self.is_balanced and self.neighbour_overlap is not None:
-            raise UserError("neighbour_overlap: expected none under balanced loads, whose experts are dealt in turn")
+            raise UserError("expected none under balanced loads, whose experts are dealt in turn", "neighbour_overlap")
         if self.neighbour_overlap is not None and self.sequence_length == 1:
             expected = "a sequence_length of at least 2"
-            raise UserError(f"neighbour_overlap: expected {expected}, got 1: no token has neighbours")
+            raise UserError(f"expected {expected}, got 1: no token has neighbours", "neighbour_overlap")
 
     def _check_motion(self) -> None:
         if self.motion is not None and (self._is_even or self.pattern is not None):
-            raise UserError("motion: expected a skew beside it that can move: a peak_load, a calibrated skew or counts")
+            raise UserError(
+                "expected a skew beside it that can move: a peak_load, a calibrated skew or counts", "motion"
+            )
 
     def _check_rank_load(self, num_ranks: int, load: float) -> None:
         if self.num_experts % num_ranks:
             expected = f"a number of ranks from 2 on that divides the {self.num_experts} experts"
-            raise UserError(f"rank_load: expected {expected}, got {num_ranks}")
+            raise UserError(f"expected {expected}, got {num_ranks}", "rank_load")
         if load > 1 and self._is_even:
             why = "without one all experts are as busy in the long run"
-            raise UserError(f"rank_load: expected a peak_load beside it, for {why}; got {load:g} alone")
+            raise UserError(f"expected a peak_load beside it, for {why}; got {load:g} alone", "rank_load")
         if load > num_ranks:
-            raise UserError(f"rank_load: expected a load of 1 to {num_ranks} (the ranks), got {load:g}")
+            raise UserError(f"expected a load of 1 to {num_ranks} (the ranks), got {load:g}", "rank_load")
         if self.num_groups is not None and self.cuts:
             raise UserError(
-                f"rank_load, cuts: expected one of them for a model with {self.num_groups} groups of experts"
+                f"expected one of them for a model with {self.num_groups} groups of experts", "rank_load", "cuts"
             )
 
     @property

@@ -348,5 +348,5 @@ def layer_loads(path: Path, layer: int, moe_layers: Sequence[int] = ()) -> list[
         known = in_ranges(counts.loads)
         is_dense = layer < max(moe_layers, default=0) and layer not in moe_layers
         why = "is dense in this model" if is_dense else f"has no counts in {path}"
-        raise UserError(f"layer: expected one with counts ({known}), got {layer}, which {why}")
+        raise UserError(f"expected one with counts ({known}), got {layer}, which {why}", "layer")
     return counts.loads[layer].tolist()

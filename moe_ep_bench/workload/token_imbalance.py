@@ -72,7 +72,7 @@ def check(name: str, num_experts: int, top_k: int) -> None:
     """Raises ValueError: a token cannot take K distinct experts of the hot ones."""
     rule = TOKEN_IMBALANCE[name]
     if rule is not None and (most := len(rule.experts(0, num_experts, top_k))) < top_k:
-        raise UserError(f"skew: {name} has tokens take {most} of the {num_experts} experts; the model takes {top_k}")
+        raise UserError(f"{name} has tokens take {most} of the {num_experts} experts; the model takes {top_k}", "skew")
 
 
 @lru_cache(maxsize=8)

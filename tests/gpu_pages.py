@@ -19,6 +19,7 @@ from scipy.stats import linregress
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_rows import load_device
 from moe_ep_bench.models import load_model
 from moe_ep_bench.papers import numbers
 
@@ -393,10 +394,15 @@ def of_te() -> list[str]:
     memory = [one["peak_memory_bytes"] / 2**30 for one in (fp8, plain)]
     even = all_rows.loc[(OLMOE, "fp8_block", "balanced")]
     ours_ms = phases_ms("h200").loc[(OLMOE, "native"), "permute"]
+    rows_moved = 32768 * (2 + 6 * 8)  # Each token is read and written once, each of its eight rows six times.
+    rate = rows_moved * 2 * 2048 / plain["permute_ms"] / 1e9
+    fitted = load_device("h100-sxm-te")
     host = all_rows.xs("fp8_block", level="dtype")["host_busy_ms"]
     return [
         *rows,
         f"{plain['permute_ms'] / ours_ms:.1f} times ours",
+        f"Its four steps move {rate:.1f} TB/s; `h100-sxm-te`, fitted to layers on an H100, has "
+        f"{fitted.memory_tbps * fitted.permute_efficiency:.1f}.",
         f"so the host takes {ends(host, '.1f')} ms a layer",
         f"off by {error['fp8_block']:.3f} (0.12 is allowed, bfloat16 {error['bfloat16']:.4f})",
         f"Uneven experts take {fp8['experts_ms']:.2f} ms, even ones {even['experts_ms']:.2f}",

@@ -111,6 +111,15 @@ def test_permutation_goes_by_the_exchange_and_the_kernels(
     assert took == pytest.approx([rows * 2000 / 5e5 for rows in expected])
 
 
+@pytest.mark.parametrize(("permute", "sorted_rows"), [("unfused", 0), ("fused", 8000)])
+def test_one_rank_sorts_its_rows_by_fused_kernels_alone(permute: str, sorted_rows: int) -> None:
+    """Megatron-Core sorts whatever the number of ranks, as an H200 showed; this package's permutation does not."""
+    device, how = DEVICE.model_copy(update={"permute": permute}), {"by_policy": False, "batch_wide": False}
+    segments = layer_segments(device, MODEL, WORK, alone=True, **how)
+    took = [time_us for phase, time_us in segments if phase == "permute"][-3:-1]
+    assert took == pytest.approx([sorted_rows * 2000 / 5e5] * 2)
+
+
 def test_an_exchange_in_fp8_brings_its_rows_in_fp8() -> None:
     """What arrives is read and written in the bytes that were sent; what goes back is bfloat16's."""
     work, how = replace(WORK, num_copies=2500), {"by_policy": False, "batch_wide": False, "exchange": "rank"}

@@ -9,7 +9,7 @@ policy    a least time + T E scores x picoseconds per score: of the model's own 
           several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
           ``devices.SLOW_POLICIES``
 permute   bytes / (memory bandwidth x share that permutation reaches), of four steps (below). The middle two only where
-          L > 1 and there are other ranks
+          L > 1 and there are other ranks, or Megatron-Core's fused kernels sort on one rank too
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in
@@ -166,7 +166,8 @@ def layer_segments(
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = np.minimum(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     permute_us = [device.permute_us(W * num_bytes) for num_bytes in _permuted(device, work, precision, exchange)]
-    if alone or work.received_L.shape[-1] == 1 or device.experts is not None:  # sorted already
+    lies_sorted = alone and (exchange is not None or device.permute != "fused")
+    if lies_sorted or work.received_L.shape[-1] == 1 or device.experts is not None:
         permute_us[1:3] = 0.0, 0.0
     gather_us, sort_us, unsort_us, sum_us = permute_us
     experts_us = device.experts_us(

@@ -34,7 +34,7 @@ sys.exit(bool(wrong) or not found)'
 laws='"$0" -m torch.distributed.run --standalone --nproc-per-node=2 tests/laws.py layer "$1/laws.json" && "$0" -c "$2" "$1/laws.json"'
 # A rank that is killed costs its case alone: status 1, one case lost, all others measured.
 killed='status=0; rm -rf "$1"
-PYTHONPATH=tests/faults MOE_EP_BENCH_FAULTS=token_drop=kill "$0" -m moe_ep_bench run configs/quickstart.yaml --out "$@" || status=$?
+PYTHONPATH=tests/faults:$PYTHONPATH MOE_EP_BENCH_FAULTS=token_drop=kill "$0" -m moe_ep_bench run configs/quickstart.yaml --out "$@" || status=$?
 [ "$status" = 1 ] || { echo "expected status 1 of a run that lost a rank, got $status"; exit 1; }
 "$0" -m moe_ep_bench show "$1" | tee "$1.shown"; grep -q ", 1 not (1 failed)" "$1.shown"'
 

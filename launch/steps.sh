@@ -27,6 +27,7 @@ done
   fail "$out is neither a new or empty folder nor an earlier session's"
 [ -n "${VENV:-}" ] || "$root/launch/setup.sh" --with test "$@"
 python=${VENV:-$root/.venv}/bin/python
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}  # An environment that is ready need not have this package.
 if [ -n "$rehearse" ]; then
   export CUDA_VISIBLE_DEVICES=
 else

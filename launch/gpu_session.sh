@@ -102,7 +102,7 @@ recorded=(--set 'sweep.workload.layer=[3,9,15,21]' --set
 [ -n "$rehearse" ] || step tests 200 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "$python" -m pytest -m gpu -q -n "$(nproc)" \
   --maxprocesses 14 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py tests/test_forms.py tests/test_decode_experts.py
 # Transformer Engine's layers where it is, in bfloat16 and in FP8.
-if [ -n "$rehearse" ] || "$python" -c 'import transformer_engine' 2>/dev/null; then
+if [ -n "$rehearse" ] || "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'; then
   step te 150 "${module[@]}" run configs/gpu-check.yaml --out "$out/te" --nproc 1 "${te[@]}"
   show te-table 30 "${module[@]}" show "$out/te"
   show published-layer 90 "${module[@]}" emulate configs/published-layer.yaml --out "$out/published-layer"

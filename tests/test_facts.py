@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from moe_ep_bench.analysis.cases import cases, comparisons
 from moe_ep_bench.analysis.drawing import case_rows
 from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
-from moe_ep_bench.facts import Assumption, words
+from moe_ep_bench.facts import Assumption, MissingRows, words
 
 
 @pytest.mark.parametrize("command", ["emulate", "route"])
@@ -111,6 +112,38 @@ def test_families_sweeps_and_order_are_of_settings_whatever_labels_say(
     monkeypatch.setattr(words, "label_parts", other)
     assert look() == expected
     assert (expected[1].count("1 spare"), expected[1].count("2.0")) == (1, 2)
+
+
+LAYER = {"name": "table:a", "shape": (2048, 768, 128, 8), "ep_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ({"kind": "package", "name": "p", "known": ("q[r]",)}, "p is not installed; expected: pip install 'q[r]'"),
+        (
+            {"kind": "part", "name": "h10", "part": "system", "known": ("a", "h100")},
+            "expected a system of a, h100; got 'h10' (did you mean h100?)",
+        ),
+        ({"kind": "part", "name": "a", "part": "framework"}, "expected a framework of none; got 'a'"),
+        (
+            {"kind": "experts", "dtype": "fp8", **LAYER},
+            "table:a has no measured experts of 2048 x 768, 128 experts, top-8, EP 16, fp8",
+        ),
+        (
+            {"kind": "exchange", "stage": "decode", **LAYER},
+            "table:a has no exchange measured at decode of hidden size 2048, EP 16",
+        ),
+    ],
+)
+def test_rows_that_are_missing_are_facts_of_which_a_line_is_composed(missing: dict[str, Any], expected: str) -> None:
+    found = MissingRows.model_validate(missing)
+    assert words.missing_words(found) == expected
+    both = Assumption(kind="modelled", names=["experts", "exchange"], missing=found)
+    assert words.assumption_words(both) == f"experts and exchange modelled: {expected}"
+    stored = both.model_dump_json()
+    assert "expected" not in stored
+    assert Assumption.model_validate_json(stored) == both
 
 
 @pytest.mark.parametrize(

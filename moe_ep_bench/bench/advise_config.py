@@ -27,9 +27,9 @@ from moe_ep_bench.bench.sampling import MOST_RANKS, SCORES, sample_of
 from moe_ep_bench.config import MEASURED, NO_OVERLAP, TWO_BATCH, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.expert_rows import load_device, load_device_of_layer
-from moe_ep_bench.cost_model.tables import PREFIX, load_links, load_links_of_layer
+from moe_ep_bench.cost_model.tables import PREFIX, NoRowsError, load_links, load_links_of_layer
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import AskedLayers, Assumption, CountedLayers, Need, has_assumed_traffic
+from moe_ep_bench.facts import AskedLayers, Assumption, CountedLayers, MissingRows, Need, has_assumed_traffic
 from moe_ep_bench.facts.words import assumption_words, fit_words
 from moe_ep_bench.files import atomic_path, check_folder, dump_yaml, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -268,7 +268,7 @@ class _Draft:
     def add_device(self, asked: Sequence[Experiment]) -> None:
         """Put in a device and links where there are none: measured elsewhere where tables have the layer."""
         self.raw["emulate"] = emulate = self.raw.get("emulate") or {}
-        system, why = f"{PREFIX}{SYSTEM}", {}
+        system, why = f"{PREFIX}{SYSTEM}", dict[str, MissingRows]()
         if "emulate.device" in self.sweep:
             devices = [device for device in self.sweep["emulate.device"] if device != MEASURED]
             self.sweep["emulate.device"], system = devices or [DEVICE], ""
@@ -278,8 +278,8 @@ class _Draft:
             emulate["device"] = system
             try:
                 _find_rows(asked, system, of_links=False)
-            except UserError as problem:
-                emulate["device"], why["experts"] = DEVICE, str(problem)
+            except NoRowsError as problem:
+                emulate["device"], why["experts"] = DEVICE, problem.missing
         if emulate.get("links") is None and "emulate.links" not in self.sweep:
             emulate["links"] = self._links_of_device()
             # Scaled links and copies are of built-in links.
@@ -288,11 +288,11 @@ class _Draft:
                 try:
                     _find_rows(asked, system, of_links=True)
                     emulate["links"] = system
-                except UserError as problem:
-                    why["exchange"] = str(problem)
-        for words in dict.fromkeys(why.values()):
-            parts = [part for part, one in why.items() if one == words]
-            self.assumed.append(Assumption(kind="modelled", names=parts, reason=words))
+                except NoRowsError as problem:
+                    why["exchange"] = problem.missing
+        for missing in dict.fromkeys(why.values()):
+            parts = [part for part, one in why.items() if one == missing]
+            self.assumed.append(Assumption(kind="modelled", names=parts, missing=missing))
 
     def _links_of_device(self) -> str:
         """The links that the device's file names, inside a node or beyond one."""
@@ -472,7 +472,7 @@ def _find_rows(asked: Sequence[Experiment], name: str, *, of_links: bool) -> Non
     """Look for what others measured of every layer that is asked about.
 
     Raises:
-        UserError: there is none; the line says why.
+        NoRowsError: there is none.
     """
     for experiment in asked:
         model, ep_size, layer = experiment.model.spec(), experiment.virtual_ranks, experiment.layer

@@ -38,8 +38,9 @@ from moe_ep_bench.cost_model.devices import PRECISIONS, Device, Dtype
 from moe_ep_bench.cost_model.exchanges import Copies
 from moe_ep_bench.cost_model.expert_kernels import kernel_tables
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, by_ep_size, tables_of_shape
-from moe_ep_bench.cost_model.tables import PREFIX, Tables, choose, folders, is_open, root
+from moe_ep_bench.cost_model.tables import PREFIX, NoRowsError, Tables, choose, folders, is_open, root
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.facts import MissingRows
 from moe_ep_bench.facts.words import shape_words
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate
@@ -106,8 +107,9 @@ def _device_of_tables(
         for tables in Tables.newest(name, "moe", _wanted(name, ep_size, exchange)):
             with contextlib.suppress(UserError):  # of another shape or dtype
                 return _device_of_tables(folder, tables.name, model, ep_size, dtype, None)
-        shape = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
-        raise UserError(f"{name} has no measured experts of {shape_words(shape)}, EP {ep_size}, {dtype}")
+        raise NoRowsError(
+            MissingRows(kind="experts", name=name, shape=model.expert_shape, ep_size=ep_size, dtype=dtype)
+        )
     tables = Tables.named(name, "moe")
     measured = tables.read(["moe_dtype"], moe_tp_size=1)["moe_dtype"]
     dtypes = sorted(set(measured) & PRECISIONS.keys())
@@ -174,7 +176,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, backend: str 
     Raises:
         UserError: that was not measured; the line lists the EP sizes of the shape, or all shapes.
     """
-    wanted = model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
+    wanted = model.expert_shape
     measured = of_shape(rows, wanted)
     if ep_size in measured["ep_size"].to_numpy():
         if backend in BLOCKS:

@@ -32,8 +32,9 @@ from moe_ep_bench.cost_model.curve import Curve
 from moe_ep_bench.cost_model.devices import SENT_BYTES, Dtype, SentDtype
 from moe_ep_bench.cost_model.exchanges import Copies, Exchange
 from moe_ep_bench.cost_model.links import Link, Links
-from moe_ep_bench.errors import UserError, brief, did_you_mean
-from moe_ep_bench.facts import MEASURED_ELSEWHERE, Rows
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.facts import MEASURED_ELSEWHERE, MissingRows, Rows
+from moe_ep_bench.facts.words import missing_words
 from moe_ep_bench.models import ModelSpec
 
 if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of all that does.
@@ -82,6 +83,14 @@ _HOPPER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 # ---- what there is ---------------------------------------------------------------------------------------------------
 
 
+class NoRowsError(UserError):
+    """Tables have no rows of what was asked; ``missing`` has the facts that its line is composed of."""
+
+    def __init__(self, missing: MissingRows) -> None:
+        super().__init__(missing_words(missing))
+        self.missing = missing
+
+
 def root() -> Path:
     """The folder ``systems`` of the installed package.
 
@@ -91,7 +100,7 @@ def root() -> Path:
     try:
         package = resources.files(PACKAGE.replace("-", "_"))
     except ModuleNotFoundError:
-        raise UserError(f"{PACKAGE} is not installed; expected: pip install '{EXTRA}'") from None
+        raise NoRowsError(MissingRows(kind="package", name=PACKAGE, known=(EXTRA,))) from None
     return Path(str(package)) / "systems"
 
 
@@ -113,8 +122,7 @@ def folders(folder: Path) -> list[str]:
 def choose(what: str, name: str, names: Sequence[str]) -> None:
     """Refuse a name that is none of ``names``, in a line that lists them."""
     if name not in names:
-        listed = ", ".join(names) or "none"
-        raise UserError(f"expected a {what} of {listed}; got {brief(name)}{did_you_mean(name, names)}")
+        raise NoRowsError(MissingRows(kind="part", name=name, part=what, known=tuple(names)))
 
 
 def _parts(folder: Path, kind: str) -> dict[str, list[str]]:
@@ -325,8 +333,8 @@ def _links_of_tables(
             with contextlib.suppress(UserError):  # of another shape
                 return _links_of_tables(folder, tables.name, model, num_ranks, dtype, sms, dispatch_dtype)
         stage = "decode" if decodes else "prefill"
-        raise UserError(
-            f"{name} has no exchange measured at {stage} of hidden size {model.expert_hidden_size}, EP {num_ranks}"
+        raise NoRowsError(
+            MissingRows(kind="exchange", name=name, shape=model.expert_shape, ep_size=num_ranks, stage=stage)
         )
     tables = Tables.named(name, "comm")
     if not tables.backend:

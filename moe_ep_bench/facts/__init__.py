@@ -544,6 +544,28 @@ class AskedLayers(JsonRecord):
     fullest_rank: dict[int, tuple[PositiveFloat, PositiveFloat, PositiveFloat]]
 
 
+class MissingRows(JsonRecord):
+    """What tables have no rows of (``words.missing_words`` says it).
+
+    Attributes:
+        kind: the package is not installed, it does not know a part of a table's name, or that table has no rows of a
+            layer's experts or exchange.
+        name: of the package, the part or the table.
+        part: what the part is.
+        known: parts that there are; of the package the extra that installs it.
+        shape: hidden size, expert FFN size, experts and top-k of the layer.
+    """
+
+    kind: Literal["package", "part", "experts", "exchange"]
+    name: str
+    part: str = ""
+    known: tuple[str, ...] = ()
+    shape: tuple[int, int, int, int] | None = None
+    ep_size: int | None = None
+    dtype: str | None = None
+    stage: str | None = None
+
+
 class Assumption(JsonRecord):
     """What ``advise`` assumes or leaves out (``words.assumption_words`` says it).
 
@@ -556,7 +578,7 @@ class Assumption(JsonRecord):
         num_batches: that plans and those whom they serve need, and that a recording has by arrival; of a draw or layer
             that were asked for, and that are taken in place of them.
         need: what the candidates lack here.
-        reason: why no rows were found for what is modelled.
+        missing: rows that what is modelled would have come from.
     """
 
     kind: Literal[
@@ -580,7 +602,7 @@ class Assumption(JsonRecord):
     topk_share: float | None = None
     scores_are_assumed: bool = False
     need: Need | None = None
-    reason: str = ""
+    missing: MissingRows | None = None
 
 
 def has_assumed_traffic(assumptions: Iterable[Assumption]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_ep_bench.errors import in_ranges
+from moe_ep_bench.errors import brief, did_you_mean, in_ranges
 from moe_ep_bench.facts import (
     MEASURED_ELSEWHERE,
     PARTLY_ELSEWHERE,
@@ -28,6 +28,7 @@ from moe_ep_bench.facts import (
     LinkFacts,
     LinksFacts,
     MeasuredBy,
+    MissingRows,
     ModelExtent,
     PeakLoads,
     Recording,
@@ -489,9 +490,25 @@ def assumption_words(assumed: Assumption) -> str:
         asked, taken = assumed.num_batches
         return f"workload.num_batches: {taken} of each draw or layer in place of {asked}, for fewer give no intervals"
     if assumed.kind == "modelled":
-        return f"{' and '.join(assumed.names)} modelled: {assumed.reason}"
+        assert assumed.missing is not None
+        return f"{' and '.join(assumed.names)} modelled: {missing_words(assumed.missing)}"
     assert assumed.need is not None
     return f"left out: {names}: {_LACKING[assumed.need]}"
+
+
+def missing_words(missing: MissingRows) -> str:
+    """What tables have no rows of; an error and an answer say it alike."""
+    if missing.kind == "package":
+        return f"{missing.name} is not installed; expected: pip install '{', '.join(missing.known)}'"
+    if missing.kind == "part":
+        got = f"{brief(missing.name)}{did_you_mean(missing.name, missing.known)}"
+        return f"expected a {missing.part} of {', '.join(missing.known) or 'none'}; got {got}"
+    assert missing.shape is not None
+    if missing.kind == "experts":
+        what = f"measured experts of {shape_words(missing.shape)}, EP {missing.ep_size}, {missing.dtype}"
+    else:
+        what = f"exchange measured at {missing.stage} of hidden size {missing.shape[0]}, EP {missing.ep_size}"
+    return f"{missing.name} has no {what}"
 
 
 def _layers_asked_words(layers: AskedLayers) -> str:

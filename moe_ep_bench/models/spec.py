@@ -256,6 +256,11 @@ class ModelSpec(Preset):
         return self.latent_size or self.hidden_size
 
     @property
+    def expert_shape(self) -> tuple[int, int, int, int]:
+        """Hidden size, FFN size and number of routed experts, and top-k: what tables of measured layers go by."""
+        return self.expert_hidden_size, self.ffn_hidden_size, self.num_experts, self.top_k
+
+    @property
     def expert_matrices(self) -> int:
         """Matrices of an expert."""
         return 2 if self.activation == "plain" else 3

@@ -118,6 +118,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.xdist_group("run")  # One run is looked at by all.
 def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
     assert {status for status, _ in statuses(finished).values()} == {"ok"}
     rows = cases_of(finished)
@@ -148,6 +149,7 @@ def test_a_run_in_fp8_is_right_within_its_own_tolerance(tmp_path: Path) -> None:
     assert TOLERANCE["bfloat16"] < errors.max() <= TOLERANCE["fp8_block"], "more than bfloat16's: it ran in FP8"
 
 
+@pytest.mark.xdist_group("run")  # One run is looked at by all.
 def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:
     (path,) = (finished / "conditions").iterdir()
     (rank,) = json.loads(path.read_text())["ranks"]

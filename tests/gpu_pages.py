@@ -369,6 +369,25 @@ def of_h100() -> list[str]:
     ]
 
 
+def _te_modelled(rows: pd.DataFrame) -> list[str]:
+    """How the model of Transformer Engine's layers does on them."""
+
+    def over(dtype: str, label: str, part: str = "median") -> str:
+        of = rows.xs((dtype, label), level=("dtype", "label"))
+        return ends(of[f"modelled_{part}_ms"] / of[f"{part}_ms"], ".2f")
+
+    gained = []
+    for title in (OLMOE, LITE):
+        native, drop = (rows.loc[(title, "bfloat16", label)] for label in ("native", DROP))
+        gained += [native[ms] / drop[ms] for ms in ("modelled_median_ms", "median_ms")]
+    native, experts, permutation = (over("bfloat16", "native", part) for part in ("median", "experts", "permute"))
+    return [
+        f"native is modelled at {native} of its time (experts {experts}, permutation {permutation}), Token Drop 1.0 "
+        f"gains {gained[0]:.2f} where {gained[1]:.2f} was measured (OLMoE) and {gained[2]:.2f} where {gained[3]:.2f} was",
+        f"native {over('fp8_block', 'native')}, Token Drop {over('fp8_block', DROP)}.",
+    ]
+
+
 def of_te() -> list[str]:
     """Layers of Transformer Engine, in bfloat16 and in FP8."""
     rows, all_rows = [], table("h200", "te").set_index(["title", "dtype", "label"])
@@ -403,6 +422,7 @@ def of_te() -> list[str]:
         f"{plain['permute_ms'] / ours_ms:.1f} times ours",
         f"Its four steps move {rate:.1f} TB/s; `h100-sxm-te`, fitted to layers on an H100, has "
         f"{fitted.memory_tbps * fitted.permute_efficiency:.1f}.",
+        *_te_modelled(all_rows),
         f"so the host takes {ends(host, '.1f')} ms a layer",
         f"off by {error['fp8_block']:.3f} (0.12 is allowed, bfloat16 {error['bfloat16']:.4f})",
         f"Uneven experts take {fp8['experts_ms']:.2f} ms, even ones {even['experts_ms']:.2f}",
@@ -475,6 +495,7 @@ SETTINGS = (
         r"Transformer Engine 2\.20\.2",
         r"NCCL 2\.32\.3",
         r"torch 2\.11",
+        r"memory \(4\.8 TB/s\)",
     ),
 )
 # What was seen and is in no file; the page names the commit.

@@ -383,7 +383,8 @@ def _te_modelled(rows: pd.DataFrame) -> list[str]:
     native, experts, permutation = (over("bfloat16", "native", part) for part in ("median", "experts", "permute"))
     return [
         f"native is modelled at {native} of its time (experts {experts}, permutation {permutation}), Token Drop 1.0 "
-        f"gains {gained[0]:.2f} where {gained[1]:.2f} was measured (OLMoE) and {gained[2]:.2f} where {gained[3]:.2f} was",
+        f"gains {gained[0]:.2f} where {gained[1]:.2f} was measured (OLMoE) and {gained[2]:.2f} where "
+        f"{gained[3]:.2f} was",
         f"native {over('fp8_block', 'native')}, Token Drop {over('fp8_block', DROP)}.",
     ]
 

@@ -56,8 +56,9 @@ def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
     from moe_ep_bench.kernels.counting import score_sums
 
-    top_k_TE = chosen_experts(scores_TE, context)
-    return ScoreMetrics(top_k_TE, *score_sums(_bytes(top_k_TE), _array(scores_TE), _valid(context)))
+    top_k_TE, scores = chosen_experts(scores_TE, context), _array(scores_TE)
+    log_TE = np.log(np.maximum(scores, np.finfo(scores.dtype).tiny), dtype=np.float64)  # by numpy several at once
+    return ScoreMetrics(top_k_TE, *score_sums(_bytes(top_k_TE), scores, log_TE, _valid(context)))
 
 
 def routing_metrics(

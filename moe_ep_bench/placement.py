@@ -39,6 +39,7 @@ P / R slots of a rank, N = entries of all experts' turns, L = layers, F = number
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -293,14 +294,9 @@ def _spread(
         The expert of each replica in the order in which they were given, int64 [num_slots], and each expert's
         replicas, int64 [E].
     """
-    num_experts = len(load_E)
-    replica_P, replicas_E = np.arange(num_slots), np.ones(num_experts, dtype=np.int64)
-    for slot in range(num_experts, num_slots):
-        share_E = load_E / replicas_E
-        busiest = (share_E if most is None else np.where(replicas_E < most, share_E, -1)).argmax()
-        replica_P[slot] = busiest
-        replicas_E[busiest] += 1
-    return replica_P, replicas_E
+    from moe_ep_bench.kernels.placing import spread  # numba takes its time
+
+    return spread(np.ascontiguousarray(load_E, dtype=np.float64), num_slots, num_slots + 1 if most is None else most)
 
 
 def pack(load_I: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
@@ -333,7 +329,7 @@ def _pack_by_risk(
     heaviest_E = np.argsort(-share_E, kind="stable")
     expert_P = heaviest_E.repeat(replicas_E[heaviest_E])
     rank_P = ranks_by_risk(expert_P, share_E, shared_EE, num_ranks, room, _Z)
-    held = [expert_P[rank_P == rank].tolist() for rank in range(num_ranks)]
+    held = expert_P[np.argsort(rank_P, kind="stable")].reshape(num_ranks, room).tolist()
     return np.array(_unstacked(held)).ravel()
 
 
@@ -476,12 +472,25 @@ class Slots:
             moved_bytes += once["rearranged_bytes"] * self.rearranged.share
         return {"moved_weight_bytes": int(moved_bytes), **once}
 
-    def metrics(self, map_TE: Tensor, rank: int, ranks_per_node: int = RANKS_PER_NODE) -> dict[str, Any]:
+    def metrics(
+        self,
+        map_TE: Tensor,
+        rank: int,
+        ranks_per_node: int = RANKS_PER_NODE,
+        parts: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
         """Those metrics of a rank's tokens that depend on where experts stand (``metrics.routing_metrics``).
 
         ``slot_load_P`` are pairs by slot, int64 [P].
+
+        Args:
+            parts: ``parts`` of the same map, where these are known: no token is in two.
         """
-        counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
+        if parts:
+            of_parts = ([part[name] for part in parts] for name in ("slot_load_P", "copies_R", "copies_N"))
+            counts_P, copies_R, copies_N = (np.sum(counts, axis=0) for counts in of_parts)
+        else:
+            counts_P, copies_R, copies_N = self.counts(map_TE, rank, ranks_per_node)
         counts_RS = counts_P.reshape(self.num_ranks, -1)
         load_R = counts_RS.sum(axis=1)
         return {

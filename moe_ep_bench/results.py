@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -246,10 +247,19 @@ def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
     columns = {name: value for name, value in rows.items() if hasattr(value, "__len__") and not isinstance(value, str)}
     num_rows = max(map(len, columns.values()), default=1)
     arrays = [
-        pa.array(columns[name], dtype) if name in columns else pa.repeat(pa.scalar(rows.get(name), dtype), num_rows)
+        _as_array(columns[name], dtype) if name in columns else pa.repeat(pa.scalar(rows.get(name), dtype), num_rows)
         for name, dtype in zip(schema.names, schema.types, strict=True)
     ]
     return pa.table(arrays, schema=schema)
+
+
+def _as_array(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
+    """A column; of one whose rows are numpy's arrays the numbers are put together first, which takes a tenth."""
+    are_lists = pa.types.is_list(dtype) and len(values) and all(isinstance(value, np.ndarray) for value in values)
+    if not are_lists:
+        return pa.array(values, dtype)
+    ends = pa.array(np.cumsum([0, *map(len, values)]), pa.int32())
+    return pa.ListArray.from_arrays(ends, pa.array(np.concatenate(values), dtype.value_type)).cast(dtype)
 
 
 def _read(path: Path) -> pa.Table | None:

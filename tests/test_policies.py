@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 from oracles import expected_routing
 from policy_cases import (
     ONE_OF_EACH,
@@ -64,6 +65,15 @@ def assert_keeps_the_rule_and_the_laws(spec: Spec, scores_TE: Tensor, arguments:
     assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
     if random_TE is not None:
         assert_same(policy.route(scores_TE, dataclasses.replace(context, generator=None, random_TE=random_TE)), routing)
+
+
+@few_examples
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 45), st.integers(1, 30), st.integers(0, 99))
+def test_an_expert_that_all_tokens_want_keeps_its_best_whatever_ties(num_tokens, num_experts, capacity, levels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    keys_TE = torch.randint(levels, (num_tokens, num_experts), generator=generator).float()
+    asked = torch.ones(keys_TE.shape, dtype=torch.bool), keys_TE, capacity, 1
+    assert torch.equal(HostSteps().within_capacity(*asked), TORCH.within_capacity(*asked))
 
 
 @every_spec

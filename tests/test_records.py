@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +28,7 @@ from moe_ep_bench import files
 from moe_ep_bench.bench.commands import pending_cases
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
-from moe_ep_bench.results import RunDirectory, hold, is_held, lock_file
+from moe_ep_bench.results import RunDirectory, _as_array, hold, is_held, lock_file
 from moe_ep_bench.runtime.attempts import Guard, Loss, collect_lost, lost_attempts
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION
 
@@ -153,6 +154,21 @@ def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path:
     assert directory.statuses("x", 0) == {"b": "ok"}, "what cannot be read goes"
     directory.remove("x")
     assert directory.parts("samples") == {}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [np.array([1, 2]), np.array([], np.int64), np.array([3])],
+        [np.array([1, 2], np.int32)],
+        [np.array([1]), None],
+        [[1, 2], [3]],
+        [],
+    ],
+)
+def test_numbers_of_rows_are_put_together_as_arrow_would(rows: list[Any]) -> None:
+    dtype = pa.list_(pa.int64())
+    assert _as_array(rows, dtype).equals(pa.array(rows, dtype))
 
 
 def test_rows_of_other_columns_make_room_for_those_of_today(tmp_path: Path) -> None:

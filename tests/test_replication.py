@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import Balanced, lp
+from moe_ep_bench.kernels.placing import spread
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.placement import Slots, Windows, moved_experts, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -163,6 +164,19 @@ def test_plan_follows_the_published_rules_done_slowly(case: tuple[list[int], int
 
 
 @some_examples
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 12), st.integers(1, 5))
+def test_every_spare_slot_goes_to_the_expert_that_bears_most_and_may_have_one(load_E, spare, most):
+    replicas, given_to = [1] * len(load_E), []
+    for _ in range(spare):
+        share = [load / held if held < most else -1 for load, held in zip(load_E, replicas, strict=True)]
+        given_to.append(share.index(max(share)))
+        replicas[given_to[-1]] += 1
+    replica_P, replicas_E = spread(np.array(load_E, dtype=float), len(load_E) + spare, most)
+    assert replica_P.tolist() == [*range(len(load_E)), *given_to]
+    assert replicas_E.tolist() == replicas
+
+
+@some_examples
 @given(case=cases(), seed=st.integers(0, 99))
 def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
     case: tuple[list[int], int, int], seed: int
@@ -248,6 +262,10 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     per_rank = len(plan_P) // len(maps)
     pairs = [(token, slot // per_rank, slot) for token, slot in sent_one_by_one(slots, maps[rank], rank)]
     found = slots.metrics(maps[rank], rank, ranks_per_node=2)
+    of_parts = slots.metrics(maps[rank], rank, 2, slots.parts(maps[rank], rank, 2, num_parts=2))
+    assert {name: np.array(value).tolist() for name, value in of_parts.items()} == {
+        name: np.array(value).tolist() for name, value in found.items()
+    }
     assert found["slot_load_P"].tolist() == [sum(slot == other for *_, slot in pairs) for other in range(len(plan_P))]
     assert found["load_R"].tolist() == [sum(to == other for _, to, _ in pairs) for other in range(len(maps))]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)

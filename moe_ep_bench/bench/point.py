@@ -120,7 +120,8 @@ class CaseSpec:
 
     def visible(self, context: RoutingContext) -> RoutingContext:
         """Fields of the context that the case's router may see: policies know the padding, Megatron-Core's does not."""
-        return replace(context, token_mask_T=None) if self.policy is None else context
+        hides = self.policy is None and context.token_mask_T is not None
+        return replace(context, token_mask_T=None) if hides else context
 
     def facts(self, **more: Any) -> CaseFacts:
         """What run.json says of the case."""

@@ -130,12 +130,10 @@ class Router:
             place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
             device, seed = tokens.workload_scores_TE.device, self.point.experiment.layer.seed
             generator = seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place)
-        load_RE = self.carried(case, tokens.layer, tokens.batch)
-        return replace(
-            case.visible(tokens.context),
-            generator=generator,
-            load_E=None if load_RE is None else load_RE[tokens.rank],
-        )
+        load_RE, context = self.carried(case, tokens.layer, tokens.batch), case.visible(tokens.context)
+        if generator is None and load_RE is None:
+            return context
+        return replace(context, generator=generator, load_E=None if load_RE is None else load_RE[tokens.rank])
 
     def _sharing_context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
         """The same for what nobody times: all cases take the model's own choice as it was worked out once."""

@@ -215,7 +215,7 @@ class Batches:
 
         torch.set_num_threads(1)
         try:
-            if self._device.type != "cpu":
+            if self._device.type != "cpu" or num_threads == 1:
                 return list(map(of_rank, ranks))
             with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 return list(pool.map(of_rank, ranks))

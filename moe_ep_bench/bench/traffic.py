@@ -249,9 +249,8 @@ def _route_case(
 
     map_TE, row = routed() if case.policy is not None else tokens.once(("native", point.ranks_per_node), routed)
     row, where = row | {"layer": point.row_layer(tokens.layer)}, (map_TE, tokens.rank, point.ranks_per_node)
-    if not slots.is_contiguous:
-        row |= slots.metrics(*where)
-    return row, slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
+    parts = slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
+    return row if slots.is_contiguous else row | slots.metrics(*where, parts), parts
 
 
 def _layer_traffic(

@@ -6,6 +6,7 @@ commands: help waits for none.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import json
@@ -39,6 +40,7 @@ _UNWRITABLE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     gc.set_threshold(_COLLECT_AFTER)
+    atexit.register(gc.freeze)  # else Python looks for garbage among all that was imported as it ends: half a second
     options = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     if options.command is None:
         make_parser().print_help(sys.stderr)

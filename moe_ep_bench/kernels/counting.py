@@ -207,12 +207,39 @@ def counts_by_rank(map_TE, own_TE, top_k_TE, scores_TE, valid_T, num_ranks, rank
     return load_SE, copies_SR, copies_SN, sums_4S[0], sums_4S[1], sums_4S[2], sums_4S[3], mass_S
 
 
+@njit(cache=True, nogil=True)
+def deal(ascending_TE, order_OE, row_T, top_k, of_round):
+    """Give each token's values, the largest first, to experts in its round's order (``batch.balanced_scores``)."""
+    num_tokens, num_experts = ascending_TE.shape
+    dealt_TE = np.empty_like(ascending_TE)
+    for token in range(num_tokens):
+        order_E = order_OE[row_T[token] // of_round % order_OE.shape[0]]
+        place = row_T[token] * top_k % num_experts
+        for turn in range(num_experts):
+            dealt_TE[token, order_E[place]] = ascending_TE[token, num_experts - 1 - turn]
+            place = place + 1 if place + 1 < num_experts else 0
+    return dealt_TE
+
+
+@njit(cache=True, nogil=True)
+def marked_pairs(map_TE, scores_TE, count):
+    """Scores and experts of the ``count`` pairs that a map marks, token by token: [pairs] and int64 [pairs]."""
+    num_tokens, num_experts = map_TE.shape
+    score_N, expert_N, end = np.empty(count, scores_TE.dtype), np.empty(count + num_experts, np.int64), 0
+    for token in range(num_tokens):
+        for index in range(end, end + marked_columns(map_TE[token], expert_N[end:])):
+            score_N[index] = scores_TE[token, expert_N[index]]
+            end += 1
+    return score_N, expert_N[:count]
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def score_sums(top_k_TE, scores_TE, valid_T):
+def score_sums(top_k_TE, scores_TE, log_TE, valid_T):
     """Sums over valid tokens for ``metrics.ScoreMetrics``.
 
     Args:
         top_k_TE: as uint8, padding rows empty.
+        log_TE: float64 [T, E], logarithms of the scores; of a score of 0 any number.
         valid_T: bool [T]; empty = all tokens are valid.
     """
     num_tokens, num_experts = scores_TE.shape
@@ -226,11 +253,9 @@ def score_sums(top_k_TE, scores_TE, valid_T):
         for expert in range(num_experts):
             score = np.float64(scores_E[expert])
             mass += score
-            if score > 0:
-                weighted += score * np.log(score)
-            if top_k_E[expert]:
-                pairs += 1
-                top_k_mass += score
+            weighted += score * log_TE[token, expert]
+            pairs += top_k_E[expert]
+            top_k_mass += score * top_k_E[expert]
         num_pairs += pairs
         mass_sum += mass
         top_k_sum += top_k_mass

@@ -10,6 +10,23 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
+def spread(load_E, num_slots, most):
+    """``placement._spread``: the expert of each replica, int64 [num_slots], and each expert's replicas, int64 [E]."""
+    num_experts = load_E.size
+    replica_P, replicas_E = np.arange(num_slots), np.ones(num_experts, np.int64)
+    share_E = load_E.copy() if most > 1 else np.full(num_experts, -1.0)
+    for slot in range(num_experts, num_slots):
+        busiest = 0
+        for expert in range(1, num_experts):
+            if share_E[expert] > share_E[busiest]:
+                busiest = expert
+        replica_P[slot] = busiest
+        replicas_E[busiest] += 1
+        share_E[busiest] = load_E[busiest] / replicas_E[busiest] if replicas_E[busiest] < most else -1.0
+    return replica_P, replicas_E
+
+
+@njit(cache=True, nogil=True)
 def ranks_by_risk(expert_P, share_E, shared_EE, num_ranks, room, z):
     """The rank of each replica in order, the one that then has least risk: mean load and ``z`` deviations; int64 [P].
 

@@ -16,6 +16,8 @@ from moe_ep_bench.policies.steps import BIN_SHIFT, NUM_BINS, SCORE_UNIT
 
 # Candidates are counted in blocks of a vector register.
 PADDING = 8
+# Tokens whose keys are put in order of experts at once.
+_TILE = 16
 
 
 @njit(cache=True, nogil=True)
@@ -259,6 +261,9 @@ def within_capacity(candidates_TE, keys_TE, load_G, capacity, num_shared, lowest
     """
     num_tokens, num_experts = candidates_TE.shape
     num_groups = load_G.shape[0]
+    if num_shared == 1 and load_G.min() == num_tokens:
+        _best_of_each_expert(keys_TE, capacity, map_TE)
+        return
     group_E = np.arange(num_experts) // num_shared
     start_G = np.zeros(num_groups + 1, np.int64)  # of an overfull group's keys in one long list
     for group in range(num_groups):
@@ -304,6 +309,37 @@ def within_capacity(candidates_TE, keys_TE, load_G, capacity, num_shared, lowest
                 ties_G[group] -= 1
                 map_TE[token, expert] = True
         first = end_T[token]
+
+
+@njit(cache=True, nogil=True)
+def _best_of_each_expert(keys_TE, capacity, map_TE):
+    """``within_capacity`` where every token is a candidate of every expert, and of more than ``capacity``."""
+    num_tokens, num_experts = keys_TE.shape
+    keys_ET = np.empty((num_experts, num_tokens), keys_TE.dtype)
+    for first in range(0, num_tokens, _TILE):  # of tokens, whose keys caches hold
+        last = min(first + _TILE, num_tokens)
+        for expert in range(num_experts):
+            for token in range(first, last):
+                keys_ET[expert, token] = keys_TE[token, expert]
+    threshold_E = np.empty(num_experts, keys_TE.dtype)
+    surplus_E = np.zeros(num_experts, np.int64)  # of keys that equal the threshold, the last of which are left out
+    for expert in range(num_experts):
+        threshold = _nth_smallest(keys_ET[expert], num_tokens - capacity)
+        reaching = 0
+        for token in range(num_tokens):
+            reaching += keys_ET[expert, token] >= threshold
+        threshold_E[expert] = threshold
+        surplus_E[expert] = reaching - capacity
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            map_TE[token, expert] = keys_TE[token, expert] >= threshold_E[expert]
+    for expert in range(num_experts):
+        token = num_tokens
+        while surplus_E[expert] > 0:
+            token -= 1
+            if keys_TE[token, expert] == threshold_E[expert]:
+                map_TE[token, expert] = False
+                surplus_E[expert] -= 1
 
 
 @njit(cache=True, nogil=True)

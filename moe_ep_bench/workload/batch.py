@@ -294,17 +294,14 @@ def balanced_scores(
     Returns:
         float32 [T, E].
     """
+    from moe_ep_bench.kernels.counting import deal  # Planning does without numba.
+
     num_tokens, num_experts = scores_TE.shape
-    if scores_TE.is_cpu:
-        ascending_TE = torch.from_numpy(np.sort(scores_TE.numpy(), axis=1))  # several times as fast as torch's
-    else:
-        ascending_TE = scores_TE.sort(dim=1).values
+    ascending_TE = np.sort(scores_TE.cpu().numpy(), axis=1)  # several times as fast as torch's
     row_T = torch.arange(first, first + num_tokens) if row_T is None else row_T
-    row_T1 = row_T.to(scores_TE.device).unsqueeze(1)
-    order_OE = torch.from_numpy(dealing_orders(num_experts, top_k, num_groups, top_groups)).to(row_T1.device)
-    order_T1 = row_T1 // (math.lcm(num_experts, top_k) // top_k) % len(order_OE)
-    place_TE = (row_T1 * top_k + torch.arange(num_experts, device=row_T1.device)) % num_experts
-    return torch.empty_like(scores_TE).scatter_(1, order_OE[order_T1, place_TE], ascending_TE.flip(1))
+    order_OE = dealing_orders(num_experts, top_k, num_groups, top_groups)
+    of_round = math.lcm(num_experts, top_k) // top_k
+    return torch.from_numpy(deal(ascending_TE, order_OE, row_T.numpy(), top_k, of_round)).to(scores_TE.device)
 
 
 # So many drawn orders: with one, tokens would only ever take the same E / K sets of experts.

@@ -86,8 +86,11 @@ def _share(mass: NDArray[np.float64], count: int) -> float:
 
 def top_k_pairs(scores_TE: Tensor, top_k_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Scores and experts of the pairs that a map marks, on the host: float32 [pairs] and int64 [pairs]."""
-    token_N, expert_N = top_k_TE.nonzero(as_tuple=True)
-    return scores_TE[token_N, expert_N].cpu(), expert_N.cpu()
+    from moe_ep_bench.kernels.counting import marked_pairs  # Reading results does without numba.
+
+    map_TE = top_k_TE.cpu().contiguous().numpy()
+    pairs = marked_pairs(map_TE, scores_TE.cpu().contiguous().numpy(), np.count_nonzero(map_TE))
+    return torch.from_numpy(pairs[0]), torch.from_numpy(pairs[1])
 
 
 def joint(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[Tensor, Tensor]:

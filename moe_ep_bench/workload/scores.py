@@ -148,7 +148,8 @@ def separate_ties(scores_TE: NDArray[np.float32], order_TE: NDArray[np.float64])
         scores_TE: positive float32 scores.
         order_TE: distinct values that sort every row as its scores do, and tell its ties apart.
     """
-    tied_T = (np.diff(np.sort(scores_TE, axis=1), axis=1) == 0).any(axis=1)
+    ascending_TE = np.sort(scores_TE, axis=1)
+    tied_T = (ascending_TE[:, 1:] == ascending_TE[:, :-1]).any(axis=1)
     if not tied_T.any():
         return
     rank_TE = np.argsort(order_TE[tied_T], axis=1)
@@ -225,10 +226,12 @@ def _gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def softmax(logits_TE: NDArray[np.float64]) -> NDArray[np.float32]:
     """Softmax over experts in float32, without ties or zeros: a row's scores sort exactly as its logits."""
-    top_T1 = logits_TE.max(axis=1, keepdims=True)
-    span_T1 = top_T1 - logits_TE.min(axis=1, keepdims=True)
-    odds_TE = np.exp((logits_TE - top_T1) * np.minimum(1.0, MAX_LOGIT_SPAN / np.maximum(span_T1, MAX_LOGIT_SPAN)))
-    scores_TE = (odds_TE / odds_TE.sum(axis=1, keepdims=True)).astype(np.float32)
+    odds_TE = logits_TE - logits_TE.max(axis=1, keepdims=True)
+    if -odds_TE.min(initial=0.0) > MAX_LOGIT_SPAN:
+        odds_TE *= np.minimum(1.0, MAX_LOGIT_SPAN / np.maximum(-odds_TE.min(axis=1, keepdims=True), MAX_LOGIT_SPAN))
+    np.exp(odds_TE, out=odds_TE)
+    odds_TE /= odds_TE.sum(axis=1, keepdims=True)
+    scores_TE = odds_TE.astype(np.float32)
     separate_ties(scores_TE, logits_TE)
     return scores_TE
 
@@ -258,5 +261,8 @@ def expert_loads(
 
         return top_k_loads(np.ascontiguousarray(noise_TE), bias_E, selection.top_k, *groups, float(sharpness))
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    num_threads = min(len(os.sched_getaffinity(0)), len(noise))
+    if num_threads < 2:
+        return np.sum(list(map(loads, noise)), axis=0)
+    with ThreadPoolExecutor(num_threads) as pool:
         return np.sum(list(pool.map(loads, noise)), axis=0)

@@ -36,6 +36,8 @@ DIRECTORIES = sorted(
     for path in REFERENCE.glob("**/run.json")
     if len(list(path.parent.iterdir())) > 2
 )
+# Drawn in the fast part too.
+SMALL = "quickstart-2cpu"
 
 
 def run_at(root: Path, **changes) -> Path:
@@ -384,7 +386,9 @@ def test_columns_are_those_of_times_and_routing_whatever_else_is_beside(
 # ---- all figures of all reference results --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
+@pytest.mark.parametrize(
+    "directory", [name if name == SMALL else pytest.param(name, marks=pytest.mark.slow) for name in DIRECTORIES]
+)
 def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
     number = 0
     with house_style():

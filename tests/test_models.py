@@ -482,6 +482,7 @@ def test_routed_experts_may_have_a_width_of_their_own() -> None:
     latent = 2 * wide.hidden_size * wide.hidden_size // 4
     assert narrow.other_parameters(4) - wide.other_parameters(4) == latent
     assert narrow.scaled(1 / 4).latent_size == wide.hidden_size // 16
+    assert narrow.expert_shape == (wide.hidden_size // 4, wide.ffn_hidden_size, wide.num_experts, wide.top_k)
     assert any("width of 1792" in sentence for sentence in narrow.departures)
     of_wide, of_narrow = (held(model, 8, 64) for model in (wide, narrow))
     assert of_narrow["expert_bytes"] * 4 == of_wide["expert_bytes"]

@@ -31,6 +31,22 @@ _WORTH = 0.05
 _LEAST_GROWTH_US = 1.0
 
 
+def judged(rows: pd.DataFrame, bounds: Bounds) -> pd.DataFrame:
+    """Rows that drop few enough pairs to be candidates, with ``standing``, ``kept`` and ``costs`` of ``candidates``.
+
+    Read are ``verdict``, ``fits``, ``dropped_share``, ``missing_share`` and ``retained_mass``.
+    """
+    rows = rows[~(rows["dropped_share"] > MOST_DROPPED)]
+    # What does not tell dropped from rerouted pairs is held to the bound by both.
+    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + ROUNDING
+    is_out |= rows["retained_mass"] < bounds.min_retained - ROUNDING
+    return rows.assign(
+        standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
+        kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
+        costs=costs_answers(rows["missing_share"], rows["retained_mass"]),
+    )
+
+
 @lru_cache(maxsize=2)
 def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """A row per candidate and comparison: measured policies and replication. ``topk`` is the model's own routing.
@@ -48,29 +64,22 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     rows = cases(store)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["missing_share"].notna()]  # of one piece
-    rows = rows[~(rows["dropped_share"] > MOST_DROPPED)]
-    rows = rows.set_index("case_id", drop=False).rename_axis(None)
+    rows = judged(rows.set_index("case_id", drop=False).rename_axis(None), bounds)
     times = timings(store)
     ratios = times[times["quantity"] == ALL].set_index(["case_id", *ITERATION])["speedup"]
     speedup_CD = ratios.groupby(["case_id", "launch"]).median().unstack().reindex(rows.index)
     batch, of_draw = ratios.index.get_level_values("batch").to_series(index=ratios.index), ["case_id", "launch"]
     first, last = (batch.groupby(of_draw).transform(end) for end in ("min", "max"))
     is_early, of_case = 2 * (batch - first) < last - first + 1, ratios.index.get_level_values("case_id")
-    # What does not tell dropped from rerouted pairs is held to the bound by both.
-    is_out = rows["dropped_share"].fillna(rows["missing_share"]) > bounds.max_dropped + ROUNDING
-    is_out |= rows["retained_mass"] < bounds.min_retained - ROUNDING
     several = (speedup_CD.count(axis=1) > 1) & ((rows["num_draws"] > 1) | rows["origin"].isin(NOT_EXECUTED))
     rows = rows.assign(
-        standing=rows["verdict"].mask(is_out, OUT_OF_BOUNDS).mask(rows["fits"].eq(False), UNFIT),
         least=speedup_CD.min(axis=1).where(several),
         most=speedup_CD.max(axis=1).where(several),
         num_gaining=(speedup_CD > 1).sum(axis=1),
         earlier=ratios.where(is_early).groupby(of_case).median(),
         later=ratios.where(~is_early).groupby(of_case).median(),
-        kept=rows["retained_mass"].clip(upper=1).round(DIGITS),
         differs_from_topk=differs_from_topk(rows),
     )
-    rows = rows.assign(costs=costs_answers(rows["missing_share"], rows["retained_mass"]))
     rows = rows.join(_growths(store).where(rows["speedup_median"] < 1 + _TIE))
     alike = ["comparison_id", "family", "median_ms", "dropped_share", "retained_mass"]
     first = rows[rows["dropped_share"] > 0].groupby(alike)["label"].transform("first").reindex(rows.index)

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.advice import DIGITS, ROUNDING, Advice, Answer, Side, Turn, Unsolved, costs_answers
+from moe_ep_bench.analysis.advice import Advice, Answer, Side, Turn, Unsolved
 from moe_ep_bench.analysis.cases import timings
-from moe_ep_bench.analysis.notes import MOST_DROPPED
-from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, candidates, choice
+from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, candidates, choice, judged
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.advise_config import CONFIG_NAME, OVERLAP, REACHED, Bounds, Question
 from moe_ep_bench.bench.description import fit_of
@@ -42,6 +41,7 @@ _EP_SIZES, _TOKENS = (1 / 4, 1 / 2, 1, 2, 4), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 # Candidates within the bounds that are asked about, and the fastest beyond them.
 _NUM_RIVALS = 3
 _SPEEDUPS = ("speedup_median", "speedup_low", "speedup_high")
+_COSTS = ("dropped_share", "missing_share", "retained_mass")
 _PAIRS = ("num_topk_pairs", "num_dropped_pairs", "num_rerouted_pairs")
 # Every so many values, from the question's own on, are asked first.
 _STRIDE = 4
@@ -242,23 +242,20 @@ def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
     for case in cases:
         if case is native or case.policy == NATIVE:
             continue
-        speedup_S, costs = time_us[native.case_id] / time_us[case.case_id], _costs(result.rows[case.case_id])
-        is_out = costs["dropped_share"] > bounds.max_dropped + ROUNDING
-        is_out |= costs["retained_mass"] < bounds.min_retained - ROUNDING
-        is_unfit = fit is not None and not fit.holds(point.extra_bytes_per_rank(case) or 0)
-        if costs["dropped_share"] <= MOST_DROPPED:
-            rows.append(
-                {
-                    "label": case.label,
-                    "standing": UNFIT if is_unfit else OUT_OF_BOUNDS if is_out else None,
-                    "speedup_median": float(np.median(speedup_S)),
-                    "speedup_low": speedup_S.min(),
-                    "speedup_high": speedup_S.max(),
-                    "kept": round(min(costs["retained_mass"], 1.0), DIGITS),
-                    "costs": costs_answers(costs["missing_share"], costs["retained_mass"]),
-                }
-            )
-    return pd.DataFrame(rows, columns=["label", "standing", *_SPEEDUPS, "kept", "costs"])
+        speedup_S = time_us[native.case_id] / time_us[case.case_id]
+        rows.append(
+            {
+                "label": case.label,
+                "verdict": None,
+                "fits": fit is None or fit.holds(point.extra_bytes_per_rank(case) or 0),
+                "speedup_median": float(np.median(speedup_S)),
+                "speedup_low": speedup_S.min(),
+                "speedup_high": speedup_S.max(),
+                **_costs(result.rows[case.case_id]),
+            }
+        )
+    frame = pd.DataFrame(rows, columns=["label", "verdict", "fits", *_SPEEDUPS, *_COSTS])
+    return judged(frame.astype(dict.fromkeys(_COSTS, float)), bounds)
 
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> pd.Series:
@@ -268,9 +265,9 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> pd.Series:
     units = routing.groupby(["layer", "batch"], dropna=False)
     pairs, unit_N = units[list(_PAIRS)].sum(), units.ngroup()
     missing = pairs["num_dropped_pairs"] + pairs["num_rerouted_pairs"]
-    shares = {"dropped_share": pairs["num_dropped_pairs"] / pairs["num_topk_pairs"]}
-    shares |= {"missing_share": missing / pairs["num_topk_pairs"], "retained_mass": mass_kept(routing, unit_N)}
-    return pairs.assign(**shares)[list(shares)].groupby("layer", dropna=False).mean().mean()
+    shares = pairs["num_dropped_pairs"] / pairs["num_topk_pairs"], missing / pairs["num_topk_pairs"]
+    costs = dict(zip(_COSTS, (*shares, mass_kept(routing, unit_N)), strict=True))
+    return pairs.assign(**costs)[list(costs)].groupby("layer", dropna=False).mean().mean()
 
 
 def _value(point: Point, key: str) -> float | None:

@@ -185,14 +185,9 @@ def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
             raise
         keys = {"tokens": "workload.num_tokens", "decode_tokens": "workload.num_tokens", **_KEYS}
         keys = {name: key for name, key in keys.items() if getattr(options, name) is not None}
-        own = [f"--{name.replace('_', '-')}" for name, key in keys.items() if _is_of(key, problem.keys)]
+        own = [f"--{name.replace('_', '-')}" for name, key in keys.items() if key in problem.keys]
         others = [problem.where] * (problem.where != CONFIG_NAME)
         raise UserError(problem.words, *problem.keys, where=": ".join([*own, *filter(None, others)])) from None
-
-
-def _is_of(key: str, wrong: Sequence[str]) -> bool:
-    """Whether a key, or a place in its list, is among those that are wrong."""
-    return any(one == key or one.startswith(f"{key}.") for one in wrong)
 
 
 def check_reading(options: argparse.Namespace) -> None:

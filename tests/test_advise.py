@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -27,12 +28,12 @@ from results_builder import (
 )
 from trace_files import write_trace
 
-from moe_ep_bench.analysis import page
+from moe_ep_bench.analysis import page, turns
 from moe_ep_bench.analysis.advice import Growth, advice_lines, growth_words, read_advice
 from moe_ep_bench.analysis.advise import advice_text, advise, write_answer
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.page import page_of
-from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, against, candidates, choice
+from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, against, candidates, choice, judged
 from moe_ep_bench.analysis.turns import probed
 from moe_ep_bench.bench.advise_config import Bounds, Question, ask
 from moe_ep_bench.bench.commands import emulate
@@ -805,7 +806,9 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
     assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
 
 
-def test_a_probed_point_has_the_candidates_that_its_files_would_say(tmp_path: Path) -> None:
+def test_a_probed_point_has_the_candidates_that_its_files_would_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two batches, and bounds that some candidates are beyond."""
     config = tmp_path / "probed.yaml"
     policies = [
@@ -835,6 +838,36 @@ def test_a_probed_point_has_the_candidates_that_its_files_would_say(tmp_path: Pa
     assert got["costs"].tolist() == expected["costs"].tolist()
     for name in ("speedup_median", "speedup_low", "speedup_high", "kept"):
         assert got[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-9), name
+    monkeypatch.setattr(turns, "fit_of", lambda point: SimpleNamespace(holds=lambda extra_bytes: not extra_bytes))
+    is_unfit = probed(point, bounds).set_index("label")["standing"] == UNFIT
+    assert is_unfit.index[is_unfit].str.contains("spare").tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("row", "standing", "kept", "costs"),
+    [
+        ({}, "faster", 1.0, False),
+        ({"dropped_share": 0.1, "missing_share": 0.1, "retained_mass": 0.95}, "faster", 0.95, True),
+        ({"dropped_share": 0.11}, OUT_OF_BOUNDS, 1.0, False),
+        ({"dropped_share": math.nan, "missing_share": 0.11}, OUT_OF_BOUNDS, 1.0, True),
+        ({"missing_share": 0.11}, "faster", 1.0, True),
+        ({"retained_mass": 0.94}, OUT_OF_BOUNDS, 0.94, True),
+        ({"retained_mass": 1 + 1e-6}, "faster", 1.0, False),
+        ({"retained_mass": 0.99, "fits": False}, UNFIT, 0.99, True),
+        ({"dropped_share": 0.11, "fits": False}, UNFIT, 1.0, False),
+        ({"fits": None}, "faster", 1.0, False),
+        ({"dropped_share": 0.96}, None, None, None),
+    ],
+)
+def test_a_candidate_stands_within_the_bounds_and_the_memory(
+    row: dict[str, Any], standing: str | None, kept: float | None, costs: bool | None
+) -> None:
+    """Dropped pairs count where they are told from rerouted ones, else both; what drops nearly all is none."""
+    usual = {"verdict": "faster", "fits": True, "dropped_share": 0.0, "missing_share": 0.0, "retained_mass": 1.0}
+    found = judged(pd.DataFrame([{**usual, **row}]), Bounds(0.1, 0.95))
+    assert found[["standing", "kept", "costs"]].to_numpy().tolist() == (
+        [] if kept is None else [[standing, kept, costs]]
+    )
 
 
 def test_any_two_candidates_have_a_verdict_paired_with_its_interval(tmp_path: Path) -> None:

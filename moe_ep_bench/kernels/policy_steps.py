@@ -150,13 +150,13 @@ class SharedSteps(HostSteps):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._nothing = threading.Lock(), torch.zeros(())
         self._known: dict[tuple[object, int, int], tuple[Tensor, Tensor]] = {}
 
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
     ) -> Tensor:
-        return torch.zeros(()).expand(scores_TE.shape)
+        return self._nothing.expand(scores_TE.shape)
 
     def of_all_ranks(self, function: Callable[[Tensor, int], Tensor], stats_SE: Tensor, num_ranks: int) -> Tensor:
         key = function, num_ranks, id(stats_SE)  # the very tensor, which is kept as long

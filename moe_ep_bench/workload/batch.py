@@ -171,8 +171,16 @@ class Workload(ABC):
         """Starts of sequences, int64 [S + 1], and of their pieces, int64 [P + 1]; the rank of each piece, int64 [P]."""
         if not -self.num_history <= index < self.num_batches:
             raise IndexError(f"batch: expected {-self.num_history} to {self.num_batches - 1}, got {index}")
-        length_S = self.sequence_lengths(index)
-        return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
+        key = index, num_ranks, None if tokens_R is None else tokens_R.tobytes()
+        if key not in self._deals:  # Every rank asks.
+            length_S = self.sequence_lengths(index)
+            self._deals[key] = np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
+        return self._deals[key]
+
+    @functools.cached_property
+    def _deals(self) -> dict[object, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        """By batch and ranks, what ``_dealt`` returns."""
+        return {}
 
     def _check_topk_share(self) -> None:
         least = self.top_k / self.num_experts

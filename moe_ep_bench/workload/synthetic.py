@@ -472,6 +472,16 @@ class SyntheticWorkload(Workload):
 
     def _halves_of(self, index: int) -> NDArray[np.int64]:
         """Which half of its rank's tokens each of a batch's is in: int64 [T]."""
+        if index not in self._half_of:  # Every rank asks.
+            self._half_of[index] = self._halves_dealt(index)
+        return self._half_of[index]
+
+    @cached_property
+    def _half_of(self) -> dict[int, NDArray[np.int64]]:
+        """By batch."""
+        return {}
+
+    def _halves_dealt(self, index: int) -> NDArray[np.int64]:
         assert self.matched is not None
         _, start_P, rank_P = self._dealt(index, self.matched.num_sources, None)
         rank_T = np.repeat(rank_P, np.diff(start_P))

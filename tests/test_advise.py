@@ -514,7 +514,7 @@ def test_a_long_dry_run_of_emulate_names_the_sample_that_advise_takes(
 ) -> None:
     """And no longer where it is taken."""
     config = tmp_path / "large.yaml"
-    workload = {"kind": "synthetic", "num_tokens": 524288, "num_batches": 10, "peak_load": 3}
+    workload = {"kind": "synthetic", "num_tokens": 2**20, "num_batches": 10, "peak_load": 3}
     content = {
         **{"name": "large", "model": {"preset": "qwen3-30b-a3b"}, "workload": workload, "layer": {"ep_size": 128}},
         "policies": [{"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]}],

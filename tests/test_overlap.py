@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from moe_ep_bench.bench import tokens as tokens_module
 from moe_ep_bench.bench.checks import MODELLED, VIRTUAL
 from moe_ep_bench.bench.emulated_ranks import ModelledRanks, modelled_time
 from moe_ep_bench.bench.measure import measure_point
@@ -21,6 +22,7 @@ from moe_ep_bench.bench.routing import Router
 from moe_ep_bench.bench.traffic import route_batch
 from moe_ep_bench.cost_model.devices import SENT_BYTES
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.kernels import PolicyForm
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.schema import TOTAL
 
@@ -164,3 +166,36 @@ def test_rows_go_to_experts_as_asked_and_come_back_as_they_are(sent: str, tmp_pa
 
 def test_where_layers_are_measured_no_halves_are(tmp_path: Path) -> None:
     assert planned(tmp_path, device="measured", overlap="shared").num_parts == 1
+
+
+def test_ranks_that_are_routed_tell_the_share_of_the_work_done_within_a_factor_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a question's progress is shown, of draws as wholes and as micro-batches; work is scores made and routed."""
+    path, work, told = tmp_path / "config.yaml", [0], [(0, 0)]
+    sweep = {"workload.seed": [1, 2, 3], "emulate.overlap": ["none", "two_batch"]}
+    path.write_text(yaml.safe_dump({**CONFIG, "sweep": sweep}))
+    points = plan(path, [], VIRTUAL, on_cpu=True)
+    select, make = PolicyForm.select, tokens_module.tokens
+
+    def counted(form: PolicyForm, scores_TE: torch.Tensor, *rest: Any) -> Any:
+        work[0] += scores_TE.numel()
+        return select(form, scores_TE, *rest)
+
+    def made(*asked: Any) -> tokens_module.Tokens:
+        found = make(*asked)
+        work[0] += found.workload_scores_TE.numel()
+        return found
+
+    monkeypatch.setattr(PolicyForm, "select", counted)
+    monkeypatch.setattr(tokens_module, "tokens", made)
+    batches = None
+    for point in points:
+        batches = batches if batches and batches.serves(point) else tokens_module.Batches(point, CPU)
+        routed = lambda units: told.append((told[-1][0] + units, work[0]))  # noqa: E731
+        ranks = ModelledRanks(point, point.cases, CPU, lambda _: None, routed, batches)
+        measure_point(ranks, ranks.begin)
+    assert told[-1][0] == sum(point.routing_work for point in points)
+    shares = [(units / told[-1][0], done / work[0]) for units, done in told]
+    far = [(share, done) for share, done in shares if share >= 0.1 and not share / 2 <= done <= 2 * share]
+    assert not far

@@ -207,14 +207,9 @@ class Point:
         return 2 if self.overlap == TWO_BATCH else 1
 
     @property
-    def times_routed(self) -> int:
-        """How often a rank's tokens are counted: as a batch, and as micro-batches where there are some."""
-        return 1 if self.num_parts == 1 else 1 + self.num_parts
-
-    @property
     def routing_work(self) -> int:
-        """Ranks of all batches in all layers, as often as they are routed: what modelling this point takes."""
-        return self.workload.num_batches * self.num_sources * len(self.workloads) * self.times_routed
+        """Micro-batches of ranks, in all batches and layers: what modelling this point takes."""
+        return self.workload.num_batches * self.num_sources * len(self.workloads) * self.num_parts
 
     @property
     def ranks_per_node(self) -> int:

@@ -177,7 +177,7 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
         ]
         of_ranks = [(tokens.num_tokens, list(rows_V), pairs) for rows_V in zip(*elsewhere_V, strict=True)]
         of_ranks.insert(0, (tokens.num_tokens, rows_V, pairs))
-        router.routed(point.times_routed)
+        router.routed(point.num_parts)
         return of_ranks
 
     of_sources = router.for_sources(route_source, layer, batch)

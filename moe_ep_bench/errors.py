@@ -36,6 +36,10 @@ class UserError(ValueError):
         super().__init__(": ".join(filter(None, [where, ", ".join(keys), words])))
         self.words, self.keys, self.where = words, keys, where
 
+    def without(self, file: str) -> UserError:
+        """The same error without the name of a file that no user wrote."""
+        return UserError(self.words, *self.keys, where="" if self.where == file else self.where)
+
     def within(self, section: str) -> UserError:
         """The same error of the section that has its keys; of the whole section where it has none, or names a file."""
         if not section:

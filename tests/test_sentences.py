@@ -124,3 +124,68 @@ def test_sentences_of_results_have_one_home(room: str) -> None:
 )
 def test_a_sentence_is_told_from_docstrings_errors_and_conditions(line: str, is_found: bool) -> None:
     assert bool([*sentences(ast.parse(line))]) == is_found
+
+
+# Errors of other packages without a kind of their own: torch about a CUDA device, transformers about a model.
+_OTHERS = {"runtime/attempts.py", "quality/checkpoint.py"}
+_SEARCHES = {
+    "startswith",
+    "endswith",
+    "removeprefix",
+    "removesuffix",
+    "partition",
+    "rpartition",
+    "find",
+    "index",
+    "count",
+}
+
+
+def searches(tree: ast.AST) -> list[int]:
+    """Lines that look for something in the text of an error: ``in str(error)``, ``str(error).startswith``, ``re``."""
+
+    def is_text(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+
+    errors = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name}
+    errors |= {"error", "problem", "exc"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            texts = node.comparators
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of_re = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
+            texts = node.args if of_re else [node.func.value] * (node.func.attr in _SEARCHES)
+        else:
+            continue
+        named = [text.args[0] for text in texts if is_text(text) and text.args]
+        if any(isinstance(one, ast.Name) and one.id in errors for one in named):
+            found.append(node.lineno)
+    return found
+
+
+def test_nothing_looks_for_words_in_an_error_of_ours() -> None:
+    """A flag, a hint or a reason is taken from an error's fields."""
+    root = Path(moe_ep_bench.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if searches(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == _OTHERS
+
+
+@pytest.mark.parametrize(
+    ("text", "is_search"),
+    [
+        ("'modality' in str(problem)", True),
+        ("str(error).removeprefix('file: ')", True),
+        ("re.sub('a', 'b', str(error))", True),
+        ("try: pass\nexcept ValueError as wrong: found = str(wrong).partition(':')", True),
+        ("' '.join(str(error).split())", False),
+        ("str(path).startswith('a')", False),
+        ("problem.keys == ('modality_T',)", False),
+    ],
+)
+def test_a_search_in_an_error_is_found(text: str, is_search: bool) -> None:
+    assert bool(searches(ast.parse(text))) == is_search

@@ -520,6 +520,8 @@ def test_an_error_keeps_its_keys_apart_from_its_words_through_files_sections_and
     assert (error.where, error.keys) == (str(path), ("workload.peak_load", "workload.batch_peak_load"))
     assert error.words == "expected one of the two, got both"
     assert str(error) == f"{path}: workload.peak_load, workload.batch_peak_load: {error.words}"
+    assert str(error.without(str(path))) == f"workload.peak_load, workload.batch_peak_load: {error.words}"
+    assert str(error.without("other.yaml")) == str(error)
     for problem, how, expected in (
         (UserError("words", "key"), {"section": "a.b"}, (("a.b.key",), "words!", "")),
         (UserError("words", "key", where="file"), {"section": "a"}, (("a",), "file: key: words!", "")),

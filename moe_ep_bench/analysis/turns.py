@@ -207,7 +207,7 @@ class _Solver:
             try:
                 self.points[key, value] = self.question.at(values, rules, _SCORES)
             except UserError as problem:
-                self.points[key, value], self.problems[key] = None, str(problem).removeprefix(f"{CONFIG_NAME}: ")
+                self.points[key, value], self.problems[key] = None, str(problem.without(CONFIG_NAME))
         return self.points[key, value]
 
     def _ask(self, asked: Iterable[tuple[str, Sequence[float]]]) -> None:

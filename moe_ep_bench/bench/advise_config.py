@@ -186,8 +186,8 @@ def _naming_flags(options: argparse.Namespace) -> Iterator[None]:
         keys = {"tokens": "workload.num_tokens", "decode_tokens": "workload.num_tokens", **_KEYS}
         keys = {name: key for name, key in keys.items() if getattr(options, name) is not None}
         own = [f"--{name.replace('_', '-')}" for name, key in keys.items() if key in problem.keys]
-        others = [problem.where] * (problem.where != CONFIG_NAME)
-        raise UserError(problem.words, *problem.keys, where=": ".join([*own, *filter(None, others)])) from None
+        where = ": ".join(filter(None, [*own, problem.without(CONFIG_NAME).where]))
+        raise UserError(problem.words, *problem.keys, where=where) from None
 
 
 def check_reading(options: argparse.Namespace) -> None:

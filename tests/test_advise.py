@@ -35,7 +35,7 @@ from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, ti
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.analysis.picks import BARRED, OUT_OF_BOUNDS, UNFIT, against, candidates, choice, judged
 from moe_ep_bench.analysis.turns import probed
-from moe_ep_bench.bench.advise_config import Bounds, Question, ask
+from moe_ep_bench.bench.advise_config import CONFIG_NAME, Bounds, Question, ask
 from moe_ep_bench.bench.commands import emulate
 from moe_ep_bench.bench.description import rest_of
 from moe_ep_bench.bench.plan import VIRTUAL, plan
@@ -1037,3 +1037,16 @@ def test_an_answer_without_a_traffic_is_a_line_for_each(tmp_path: Path) -> None:
     assert len(lost) == 4, "of either pick, which drops"
     assert text.index("\nFor ") > text.index(answers[-1]), "for what all of them hold"
     assert "no traffic was given: assumed: balanced traffic, typical (peak load 2) and hard (peak load 3)" in text
+
+
+def test_a_key_that_can_be_asked_nowhere_else_says_why_without_a_file_that_nobody_wrote() -> None:
+    def refuse(values: dict[str, Any], rules: object, most_scores: int) -> Any:
+        raise UserError(f"expected less, got {values['workload.peak_load']}", "workload.peak_load", where=CONFIG_NAME)
+
+    experiment = SimpleNamespace(point=(), workload=SimpleNamespace(peak_load=2.0))
+    point: Any = SimpleNamespace(experiment=experiment, overlap="none")
+    question: Any = SimpleNamespace(at=refuse)
+    rows = pd.DataFrame({"policy": [], "policy_params": []})
+    (turn,) = turns._Solver(question, BOUNDS, rows, None, point).turns({"workload.peak_load": [1.5, 2.0, 3.0]})
+    assert turn.unsolved is not None
+    assert (turn.unsolved.kind, turn.unsolved.text) == ("refused", "workload.peak_load: expected less, got 3.0")

@@ -102,7 +102,7 @@ def test_overlap_is_what_stays_on_its_expert() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"motion": "drift"}, "motion, motion_batches: expected both or none, got one"),
+        ({"motion": "drift"}, "workload.motion, workload.motion_batches: expected both or none, got one"),
         (
             {"motion": "burst", "motion_batches": 1},
             "expected a whole number from 2 on for burst, got 1",

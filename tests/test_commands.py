@@ -124,6 +124,19 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED
 
 
+@pytest.mark.parametrize("status", [OK, CASES_FAILED])
+def test_a_table_that_fails_after_measuring_starts_no_job_again(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a release of pandas made it fail; what the user can correct stays a line and status 2."""
+    for error, ended in ((TypeError("radd"), CASES_FAILED), (UserError("a line"), USER_ERROR)):
+        report = raising(error)
+        monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options, of=report: shown(status, lambda: of(options)))
+        assert cli.main(["emulate", "c.yaml"]) == ended
+        said = capsys.readouterr().err
+        assert ("Traceback" in said and "what was measured is kept" in said) == (ended == CASES_FAILED)
+
+
 @pytest.mark.parametrize(("is_shown", "is_terminal"), [(True, True), (False, True), (True, False)])
 def test_progress_is_of_whoever_shows_it_and_a_pipe_gets_none_of_what_ends_soon(
     is_shown: bool, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

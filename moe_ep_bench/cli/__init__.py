@@ -68,13 +68,17 @@ def _report_error(error: Exception) -> int:
 
     That is ``LOST`` for what the user cannot correct: 1 would say that a job went through.
     """
-    is_unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
-    if not is_unwritable and not isinstance(error, _MISTAKES):
+    if not _is_users(error):
         traceback.print_exception(error)
         return LOST
     line = printable(f"moe-ep-bench: {cannot_write(error) if isinstance(error, OSError) else error}")
     print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
     return USER_ERROR
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the user can correct it."""
+    return isinstance(error, _MISTAKES) or (isinstance(error, OSError) and error.errno in _UNWRITABLE)
 
 
 def _drop_force_after_restart(options: Namespace) -> None:
@@ -121,6 +125,12 @@ def shown(status: int, report: Callable[[], str]) -> int:
             _end_output()
         except ResultsError as error:  # Cases lack, or other jobs have still to write theirs.
             print(f"moe-ep-bench: nothing to show yet: {error}", file=sys.stderr)
+        except Exception as error:  # A fault of ours in a table: ``LOST`` would have a cluster start the job again.
+            if _is_users(error):
+                raise
+            traceback.print_exception(error)
+            print("moe-ep-bench: what was measured is kept, its table failed as above", file=sys.stderr)
+            return CASES_FAILED
     return status
 
 

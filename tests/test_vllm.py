@@ -504,7 +504,7 @@ def test_a_server_that_kills_its_worker_loses_the_last_part_alone(model: Path, t
             child.send_signal(signal.SIGTERM)
             wait_until(lambda: all(map(is_gone, workers)))
         text, _ = child.communicate(timeout=120)
-    (error,) = [line for line in text.splitlines() if "moe-ep-bench" in line and "ERROR" in line]
+    (error,) = [line for line in text.splitlines() if "moe-ep-bench: " in line and "ERROR" in line]
     assert f"the last part of {recorded} is lost, at most a minute" in error
     prefill, decode = (open_trace(recorded / f"{stage}.safetensors") for stage in ("prefill", "decode"))
     assert prefill.num_tokens == 2 * usage["prompt_tokens"]

@@ -24,9 +24,9 @@ from moe_ep_bench.models import ModelSpec
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_block": torch.bfloat16}
 
 # Worst relative error of a token that is still rounding: sums of some thousand products. TF32 rounds to three bits more
-# than bfloat16, an eighth (an H200 was off by 0.0013). E4M3 has three bits of
-# mantissa and rounds a value by 2.6 % (root mean square). Operands of both GEMMs are rounded, and the activation
-# multiplies two outputs of the first: 7 % of a token, of the worst one at small sizes 9 % (tests/test_fp8.py).
+# than bfloat16, an eighth (an H200 was off by 0.0013). E4M3 has three bits of mantissa and rounds a value by 2.6 %
+# (root mean square). Operands of both GEMMs are rounded, and the activation multiplies two outputs of the first: 7 % of
+# a token, of the worst one at small sizes 9 % (tests/test_fp8.py).
 TOLERANCE = {"float32": 1e-4, "tf32": 4e-3, "bfloat16": 3e-2, "fp8_block": 0.12}
 
 # Streams of random numbers that must not overlap: routed experts, shared experts, the gate; hidden states and policies.

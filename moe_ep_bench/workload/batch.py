@@ -18,8 +18,9 @@ import functools
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,10 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.workload.scores import Run, Stream, generator, runs_of
+
+_Made = TypeVar("_Made")
+# Ranks ask batch after batch; a plan looks at a few that went before.
+_MOST_KEPT = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,15 +176,25 @@ class Workload(ABC):
         """Starts of sequences, int64 [S + 1], and of their pieces, int64 [P + 1]; the rank of each piece, int64 [P]."""
         if not -self.num_history <= index < self.num_batches:
             raise IndexError(f"batch: expected {-self.num_history} to {self.num_batches - 1}, got {index}")
-        key = index, num_ranks, None if tokens_R is None else tokens_R.tobytes()
-        if key not in self._deals:  # Every rank asks.
+
+        def dealt() -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
             length_S = self.sequence_lengths(index)
-            self._deals[key] = np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
-        return self._deals[key]
+            return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks, tokens_R)
+
+        return self._once(("deal", index, num_ranks, None if tokens_R is None else tokens_R.tobytes()), dealt)
+
+    def _once(self, key: tuple[object, ...], made: Callable[[], _Made]) -> _Made:
+        """What every rank asks of a batch, made for the first; a few batches' are kept at a time."""
+        found = self._kept.get(key)
+        if found is None:
+            found = made()
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = found
+        return found
 
     @functools.cached_property
-    def _deals(self) -> dict[object, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        """By batch and ranks, what ``_dealt`` returns."""
+    def _kept(self) -> dict[tuple[object, ...], Any]:
         return {}
 
     def _check_topk_share(self) -> None:

@@ -472,14 +472,7 @@ class SyntheticWorkload(Workload):
 
     def _halves_of(self, index: int) -> NDArray[np.int64]:
         """Which half of its rank's tokens each of a batch's is in: int64 [T]."""
-        if index not in self._half_of:  # Every rank asks.
-            self._half_of[index] = self._halves_dealt(index)
-        return self._half_of[index]
-
-    @cached_property
-    def _half_of(self) -> dict[int, NDArray[np.int64]]:
-        """By batch."""
-        return {}
+        return self._once(("half", index), lambda: self._halves_dealt(index))
 
     def _halves_dealt(self, index: int) -> NDArray[np.int64]:
         assert self.matched is not None

@@ -3,6 +3,7 @@
 ``<out>/run.json``              resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
 ``<out>/conditions/<id>.json``  under which conditions a launch's samples were timed (``facts.Conditions``)
+``<out>/begun/<id>``            what was worked out of a modelled comparison that is not finished (``bench.kept``)
 ``<out>/attempts/``             what was tried when a job was lost (``runtime.attempts``)
 ``<out>/.lock-<name>``          what jobs are writing at the moment
 
@@ -102,6 +103,10 @@ class RunDirectory:
         """What a launch's samples were timed under; none where nothing was measured."""
         return self.root / "conditions" / f"{comparison_id}-{launch}.json"
 
+    def begun(self, comparison_id: str) -> Path:
+        """What is kept of a modelled comparison until its parts are written."""
+        return self.root / "begun" / comparison_id
+
     def parts(self, table: str) -> dict[str, list[Path]]:
         """All parts of a table, by comparison."""
         found: dict[str, list[Path]] = {}
@@ -167,7 +172,8 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def remove(self, comparison_id: str) -> None:
-        """Remove all parts of a comparison, and their conditions."""
+        """Remove all parts of a comparison, their conditions, and what it was begun with."""
+        self.begun(comparison_id).unlink(missing_ok=True)
         for path in self.conditions("", 0).parent.glob(f"{comparison_id}-*.json"):
             path.unlink()
         for table in TABLES:

@@ -339,10 +339,14 @@ def runner_of(job: Job, point: Point, cases: Sequence[CaseSpec]) -> Callable[[],
     """
     if point.device is not None:
         from moe_ep_bench.bench.emulated_ranks import ModelledRanks
+        from moe_ep_bench.bench.kept import Kept
         from moe_ep_bench.bench.tokens import Batches
+        from moe_ep_bench.bench.traffic import ROUTED
 
         if job.batches is None or not job.batches.serves(point):
             job.batches = Batches(point, job.ranks.device)
+        kept = Kept(job.directory.begun(point.comparison_id), [case.case_id for case in cases])
+        job.batches.kept, job.progress.total = kept, job.progress.total - kept.number(ROUTED) * point.num_parts
         return partial(ModelledRanks, point, cases, job.ranks.device, job.guard.at, job.progress.update, job.batches)
     from moe_ep_bench.layer.megatron import expert_parallel_groups
 
@@ -382,6 +386,7 @@ def pending_cases(directory: RunDirectory, points: Sequence[Point], launch: int,
     pending = []
     for comparison_id, case_ids in ids.items():
         if directory.statuses(comparison_id, launch, points[0].table).keys() >= set(case_ids):
+            directory.begun(comparison_id).unlink(missing_ok=True)  # of a job that was killed right after
             pending.append(Pending([], {}))
             continue
         lost = lost_too_often(directory.attempts, comparison_id, case_ids)

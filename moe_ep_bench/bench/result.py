@@ -126,6 +126,7 @@ def write(directory: RunDirectory, run_id: str, point: Point, result: Result, la
     conditions = result.conditions and {"run_id": run_id, **result.conditions}
     rows = walked() if point.mode == REHEARSAL else samples()
     directory.write(point.table, part, rows, launch, conditions=conditions)
+    directory.begun(part).unlink(missing_ok=True)
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -166,7 +166,7 @@ class Router:
         # Batch after batch, because each starts from what those before it left.
         for number in range(1, batch + 1):
             if (case.case_id, layer, number) not in self._load_RE:
-                load_RE = torch.stack(self.for_every_rank(load_of, layer, number - 1))
+                load_RE = torch.stack(self.for_every_rank(f"carried {case.case_id}", load_of, layer, number - 1))
                 before_RE = self._load_RE.get((case.case_id, layer, number - 1))
                 self._load_RE[case.case_id, layer, number] = load_RE if before_RE is None else load_RE + before_RE
         return self._load_RE[case.case_id, layer, batch]

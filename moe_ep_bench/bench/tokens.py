@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_ep_bench.bench.kept import Kept
 from moe_ep_bench.bench.point import BALANCED, ROUTING, CaseSpec, Point
 from moe_ep_bench.metrics import ScoreMetrics, chosen_experts, score_metrics
 from moe_ep_bench.models import ScoreFunction, logits_from_scores, scores_from_logits
@@ -164,10 +165,13 @@ class Batches:
     Args:
         device: holds tokens.
         few: only so many of each rank's tokens; None = all.
+
+    Attributes:
+        kept: of the point that is modelled, what was worked out of its ranks.
     """
 
     def __init__(self, point: Point, device: torch.device, few: int | None = None) -> None:
-        self._point, self._device, self._few = point, device, few
+        self._point, self._device, self._few, self.kept = point, device, few, Kept()
         self._lock, self._kept, self._kept_bytes = threading.Lock(), dict[tuple[int | None, int, int], Tokens](), 0
         self._counts: dict[int, NDArray[np.int64]] = {}
         self._known: dict[object, Any] = {}
@@ -196,22 +200,26 @@ class Batches:
             if self._kept_bytes + num_bytes <= _KEPT_BYTES:
                 self._kept[key], self._kept_bytes = made, self._kept_bytes + num_bytes
 
-    def for_every_rank(self, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
+    def for_every_rank(self, what: str, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
         """A function of every rank's tokens, in order of rank; ranks with the same tokens share what comes of it."""
-        return self._point.of_ranks(self.for_sources(function, layer, batch))
+        return self._point.of_ranks(self.for_sources(what, function, layer, batch))
 
-    def for_sources(self, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
+    def for_sources(self, what: str, function: Callable[[Tokens], T], layer: int | None, batch: int) -> list[T]:
         """The same of each rank whose tokens are drawn: side by side in as many threads as torch has.
 
         In one where a GPU works. A rank has few tokens, so that torch works on them in one thread. A thread holds the
         tokens of one rank at a time.
+
+        Args:
+            what: names the function in what is kept.
         """
-        self._point.workloads[layer].solve(batch)  # before threads ask for it
         ranks, num_threads = range(self._point.num_sources), torch.get_num_threads()
+        if any((what, layer, batch, rank) not in self.kept.known for rank in ranks):
+            self._point.workloads[layer].solve(batch)  # before threads ask for it
 
         @torch.inference_mode()
         def of_rank(rank: int) -> T:
-            return function(self.tokens(layer, batch, rank))
+            return self.kept.once((what, layer, batch, rank), lambda: function(self.tokens(layer, batch, rank)))
 
         torch.set_num_threads(1)
         try:
@@ -253,7 +261,7 @@ class Batches:
                     top_k_TE = chosen_experts(tokens.scores_TE, replace(tokens.context, token_mask_T=None))
                 return top_k_TE.sum(dim=0).cpu().numpy()
 
-            self._counts[batch] = np.array(self.for_every_rank(counts_of, None, batch))
+            self._counts[batch] = np.array(self.for_every_rank("counted", counts_of, None, batch))
         return self._counts[batch]
 
 

@@ -28,6 +28,8 @@ from moe_ep_bench.metrics import crossing_metrics, metrics_by_rank
 from moe_ep_bench.placement import Slots
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
+# What is kept of a rank that was routed.
+ROUTED = "routed"
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
 _MOST_FRONTIER_PAIRS = 2**24
 
@@ -162,40 +164,51 @@ def route_layer(router: Router, cases: Sequence[CaseSpec], layer: int | None, ba
         router.carried(case, layer, batch)  # worked out before threads ask for it
     stats = _statistics(router, cases, layer, batch)
     has_frontier = point.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS and not point.is_sampled
+    pairs_R: dict[int, tuple[Tensor, Tensor]] = {}  # Too many to be kept; what follows from them is.
 
-    def route_source(tokens: Tokens) -> list[tuple[int, list[tuple[Row, list[Row]]], tuple[Tensor, Tensor] | None]]:
-        """Of each rank with these tokens their number, rows of every case, and the top-k pairs."""
+    def route_source(tokens: Tokens) -> list[tuple[int, list[tuple[Row, list[Row]]]]]:
+        """Of each rank with these tokens their number, and rows of every case."""
         rows_V = [
             _route_case(router, case, slots, tokens.seen_by(case), stats.get(case.case_id))
             for case, slots in zip(cases, slots_V, strict=True)
         ]
-        pairs = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE) if has_frontier else None
+        if has_frontier:
+            pairs_R[tokens.rank] = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE)
         others = range(tokens.rank + point.num_sources, point.world_size, point.num_sources)
         elsewhere_V = [
             _elsewhere(router, case, slots, tokens, others, stats.get(case.case_id), of_case)
             for case, slots, of_case in zip(cases, slots_V, rows_V, strict=True)
         ]
-        of_ranks = [(tokens.num_tokens, list(rows_V), pairs) for rows_V in zip(*elsewhere_V, strict=True)]
-        of_ranks.insert(0, (tokens.num_tokens, rows_V, pairs))
+        of_ranks = [(tokens.num_tokens, list(rows_V)) for rows_V in zip(*elsewhere_V, strict=True)]
+        of_ranks.insert(0, (tokens.num_tokens, rows_V))
         router.routed(point.num_parts)
         return of_ranks
 
-    of_sources = router.for_sources(route_source, layer, batch)
+    of_sources = router.for_sources(ROUTED, route_source, layer, batch)
     of_ranks = [of_source[turn] for turn in range(len(of_sources[0])) for of_source in of_sources]
-    num_tokens_R, rows_RV, pairs_R = zip(*of_ranks, strict=True)
-    rank_E = torch.arange(model.num_experts) // (model.num_experts // point.ep_size)
-    frontier = Frontier.of(pairs_R, rank_E) if has_frontier else None
+    num_tokens_R, rows_RV = zip(*of_ranks, strict=True)
     traffic = []
     for case, slots, of_ranks in zip(cases, slots_V, zip(*rows_RV, strict=True), strict=True):
         rows_R, parts_R = zip(*of_ranks, strict=True)
         if slots.rearranged is not None and point.links is not None:
             for row, once_us in zip(rows_R, slots.rearranged.once_us(point.links), strict=True):
                 row["rearrange_us"] = float(once_us)
-        of_case = _layer_traffic(point, case, slots, stats.get(case.case_id), num_tokens_R, rows_R, parts_R)
-        if (row := _frontier_row(frontier, case, of_case)) is not None:
-            of_case = replace(of_case, frontier={"batch": batch, **row, "layer": point.row_layer(layer)})
-        traffic.append(of_case)
-    return traffic
+        traffic.append(_layer_traffic(point, case, slots, stats.get(case.case_id), num_tokens_R, rows_R, parts_R))
+    if not has_frontier:
+        return traffic
+
+    @torch.inference_mode()
+    def frontier_rows() -> list[Row | None]:
+        for rank in set(range(point.num_sources)) - pairs_R.keys():  # whose rows were kept
+            tokens = router.tokens(layer, batch, rank)
+            pairs_R[rank] = top_k_pairs(tokens.scores_TE, tokens.of_scores.top_k_TE)
+        rank_E = torch.arange(model.num_experts) // (model.num_experts // point.ep_size)
+        frontier = Frontier.of(point.of_ranks([pairs_R[rank] for rank in range(point.num_sources)]), rank_E)
+        return [_frontier_row(frontier, case, of_case) for case, of_case in zip(cases, traffic, strict=True)]
+
+    place = {"batch": batch, "layer": point.row_layer(layer)}
+    rows_V = router.batches.kept.once(("frontier", layer, batch), frontier_rows)
+    return [replace(of_case, frontier=row and {**row, **place}) for of_case, row in zip(traffic, rows_V, strict=True)]
 
 
 def _elsewhere(
@@ -288,10 +301,14 @@ def _statistics(
     router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int
 ) -> dict[str, Sequence[Tensor]]:
     """Sums over all ranks of each batch-wide policy's statistics, by case id: float64 [S, E] of each micro-batch."""
-    with torch.inference_mode():
-        first = router.tokens(layer, batch, 0)
-        wide = [case for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
 
+    @torch.inference_mode()
+    def wide_ids() -> list[str]:
+        first = router.tokens(layer, batch, 0)
+        return [case.case_id for case in cases if router.stats_of(case, first.seen_by(case)) is not None]
+
+    ids = router.batches.kept.once(("wide", layer, batch), wide_ids)
+    wide = [case for case in cases if case.case_id in ids]
     if not wide:
         return {}
     # A case without a policy has no statistics.
@@ -302,8 +319,9 @@ def _statistics(
         of_kinds = (router.stats_of(case, tokens.seen_by(case)) for case in firsts.values())
         return [stats_MSE for stats_MSE in of_kinds if stats_MSE is not None]
 
-    sums, *others = router.for_sources(stats_of, layer, batch)
+    first, *others = router.for_sources("summed", stats_of, layer, batch)
     with torch.inference_mode():
+        sums = [total.clone() for total in first]
         for of_rank in others:
             for total, of_case in zip(sums, of_rank, strict=True):
                 total += of_case
@@ -313,12 +331,12 @@ def _statistics(
     return {case.case_id: of_kinds[kind] for case, kind in zip(wide, kinds, strict=True)}
 
 
-def _frontier_row(frontier: Frontier | None, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
+def _frontier_row(frontier: Frontier, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
     """The share of top-k mass that dropping keeps at most at the loads of a case; for native the whole curve.
 
     None for cases whose experts have no single home each.
     """
-    if frontier is None or not traffic.slots.is_contiguous:
+    if not traffic.slots.is_contiguous:
         return None
     load_E = traffic.counts_RP.sum(axis=0)
     loads, kept = frontier.curve() if case.role == BASELINE else (None, None)

@@ -451,7 +451,7 @@ class Slots:
 
         of_rank = self.turn_N, self.first_E, self.turns_E, self.before_RE[rank] if before_E is None else before_E
         sizes = len(self.expert_P), self.num_ranks, ranks_per_node
-        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, *sizes)
+        return slot_counts(map_TE.cpu().contiguous().numpy().view(np.uint8), *of_rank, *sizes)
 
     def parts(self, map_TE: Tensor, rank: int, ranks_per_node: int, num_parts: int) -> list[dict[str, Any]]:
         """Of a rank's micro-batches, by ``metrics``' names, what each sends."""

@@ -239,6 +239,7 @@ def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
     total, plain = result.columns[TOTAL], [place for step, place in result.steps.items() if step.kind == PLAIN]
     time_us = {case_id: times_RSC[:, plain, total].max(axis=0) for case_id, times_RSC in result.times.items()}
     native, fit, rows = next(case for case in cases if case.role == BASELINE), fit_of(point), []
+    costs = _costs(result.rows)
     for case in cases:
         if case is native or case.policy == NATIVE:
             continue
@@ -251,23 +252,24 @@ def probed(point: Point, bounds: Bounds) -> pd.DataFrame:
                 "speedup_median": float(np.median(speedup_S)),
                 "speedup_low": speedup_S.min(),
                 "speedup_high": speedup_S.max(),
-                **_costs(result.rows[case.case_id]),
+                **costs.loc[case.case_id],
             }
         )
     frame = pd.DataFrame(rows, columns=["label", "verdict", "fits", *_SPEEDUPS, *_COSTS])
     return judged(frame.astype(dict.fromkeys(_COSTS, float)), bounds)
 
 
-def _costs(rows: Sequence[Mapping[str, Any]]) -> pd.Series:
-    """What ranks' rows of a case come to, mean over batches, then layers (``reduce.routing_means``)."""
+def _costs(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> pd.DataFrame:
+    """What ranks' rows of each case come to, mean over batches, then layers (``reduce.routing_means``); by case."""
     names = ["layer", "batch", "num_tokens", "topk_share", "retained_mass_topk", *_PAIRS]
-    routing = pd.DataFrame([[row[name] for name in names] for row in rows], columns=names)
-    units = routing.groupby(["layer", "batch"], dropna=False)
+    of_cases = [[case_id, *(row[name] for name in names)] for case_id, of_case in rows.items() for row in of_case]
+    routing = pd.DataFrame(of_cases, columns=["case_id", *names])
+    units = routing.groupby(["case_id", "layer", "batch"], dropna=False)
     pairs, unit_N = units[list(_PAIRS)].sum(), units.ngroup()
     missing = pairs["num_dropped_pairs"] + pairs["num_rerouted_pairs"]
     shares = pairs["num_dropped_pairs"] / pairs["num_topk_pairs"], missing / pairs["num_topk_pairs"]
-    costs = dict(zip(_COSTS, (*shares, mass_kept(routing, unit_N)), strict=True))
-    return pairs.assign(**costs)[list(costs)].groupby("layer", dropna=False).mean().mean()
+    costs = pairs.assign(**dict(zip(_COSTS, (*shares, mass_kept(routing, unit_N)), strict=True)))[list(_COSTS)]
+    return costs.groupby(["case_id", "layer"], dropna=False).mean().groupby("case_id").mean()
 
 
 def _value(point: Point, key: str) -> float | None:

@@ -254,6 +254,7 @@ class Tables(NamedTuple):
             UserError: the file is missing or damaged; the line names it.
         """
         import pyarrow as pa
+        import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         path = root() / "data" / self.file
@@ -262,10 +263,10 @@ class Tables(NamedTuple):
         try:
             # ``pq.read_table`` imports pyarrow.dataset, which takes a quarter of a second.
             with pq.ParquetFile(path) as file:
-                rows = file.read(columns=list({*columns, *equal})).to_pandas()
-            for column, value in equal.items():
-                rows = rows[rows[column] == value]
-            return rows[list(columns)].reset_index(drop=True)
+                rows = file.read(columns=list({*columns, *equal}))
+            for column, value in equal.items():  # Strings become pandas' slowly: those of few rows.
+                rows = rows.filter(pc.call_function("equal", [rows[column], pa.scalar(value)]))
+            return rows.select(list(columns)).to_pandas()
         except (pa.ArrowException, OSError, KeyError) as problem:
             raise UserError(f"{path}: damaged: {brief(str(problem), quoted=False)}") from None
 
@@ -416,6 +417,12 @@ def exchange_rows(tables: Tables) -> pd.DataFrame:
     dtype that is dispatched (empty = not known), sms (0 = not stated); us, with what telling ranks their counts takes
     (``notify``).
     """
+    return _exchange_rows(root(), tables)
+
+
+@lru_cache(maxsize=32)
+def _exchange_rows(folder: Path, tables: Tables) -> pd.DataFrame:
+    """``exchange_rows``; sizes of a question share them, for the files of ``folder`` stay."""
     import pandas as pd
 
     names = {

@@ -223,7 +223,7 @@ def deal(ascending_TE, order_OE, row_T, top_k, of_round):
 
 @njit(cache=True, nogil=True)
 def marked_pairs(map_TE, scores_TE, count):
-    """Scores and experts of the ``count`` pairs that a map marks, token by token: [pairs] and int64 [pairs]."""
+    """Scores and experts of the ``count`` pairs that a map, as uint8, marks, token by token: [pairs], int64 [pairs]."""
     num_tokens, num_experts = map_TE.shape
     score_N, expert_N, end = np.empty(count, scores_TE.dtype), np.empty(count + num_experts, np.int64), 0
     for token in range(num_tokens):
@@ -272,6 +272,7 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
     """Pairs of each slot, and tokens with a pair on each rank and on each node.
 
     Args:
+        map_TE: as uint8.
         slot_N, first_E, pairs_E, before_E: of ``placement.Slots``, the last of this rank.
 
     Returns:

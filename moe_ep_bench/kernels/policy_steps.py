@@ -120,9 +120,8 @@ class HostSteps(Steps):
         if capacity > 0:
             keys, load = _array(keys_TE), _array(load_G)
             least = keys.dtype.type(lowest(keys_TE))
-            row_selection.within_capacity(
-                _array(candidates_TE), keys, load, capacity, num_shared, least, _array(map_TE)
-            )
+            candidates = _array(candidates_TE).view(np.uint8)
+            row_selection.within_capacity(candidates, keys, load, capacity, num_shared, least, _array(map_TE))
         return map_TE
 
     def least_loaded(

@@ -89,7 +89,7 @@ def top_k_pairs(scores_TE: Tensor, top_k_TE: Tensor) -> tuple[Tensor, Tensor]:
     from moe_ep_bench.kernels.counting import marked_pairs  # Reading results does without numba.
 
     map_TE = top_k_TE.cpu().contiguous().numpy()
-    pairs = marked_pairs(map_TE, scores_TE.cpu().contiguous().numpy(), np.count_nonzero(map_TE))
+    pairs = marked_pairs(map_TE.view(np.uint8), scores_TE.cpu().contiguous().numpy(), np.count_nonzero(map_TE))
     return torch.from_numpy(pairs[0]), torch.from_numpy(pairs[1])
 
 

@@ -806,6 +806,37 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
     assert f"peak load: between {side['far']:g} and {side['near']:g} (below: " in line
 
 
+@pytest.mark.parametrize(
+    ("model", "ep_size", "tokens", "kind"),
+    [
+        ("deepseek-v3", 256, 64, None),
+        ("deepseek-v3", 256, 8192, None),
+        ("deepseek-v3", 64, 8192, None),
+        ("deepseek-v3", 64, 8191, "scores"),  # the least part of them is too large
+        ("kimi-k2", 384, 64, "ranks"),
+    ],
+)
+def test_turns_are_solved_up_to_as_many_ranks_as_devices_have_links_for(
+    model: str, ep_size: int, tokens: int, kind: str | None
+) -> None:
+    sizes = "--ep", str(ep_size), "--tokens", str(tokens * ep_size), "--peak-load", "3", "--device", "h100-sxm"
+    point = asked_of("--model", model, *sizes).comparisons[0]
+    why = turns._too_much(point)
+    assert (why and why.kind) == kind
+
+
+def test_turns_look_at_enough_pairs_of_each_rank_to_tell_a_turn_from_chance(tmp_path: Path) -> None:
+    flags = "--model", "deepseek-v3", "--device", "h100-sxm", "--tokens", str(8192 * 64), "--peak-load", "3"
+    question = asked_of(*flags, "--ep", "64", "--set", "emulate.overlap=none", "--out", str(tmp_path))
+    question.config.write_text(question.text)
+    rows = pd.DataFrame({"policy": [], "policy_params": []})
+    solver = turns._Solver(question, BOUNDS, rows, None, question.comparisons[0])
+    for ep_size in (16, 64, 256):
+        point = solver._at(turns.EP_SIZE, ep_size)
+        assert point is not None
+        assert point.workload.num_tokens * point.model.top_k / ep_size >= 512
+
+
 def test_a_probed_point_has_the_candidates_that_its_files_would_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1044,7 +1075,7 @@ def test_a_key_that_can_be_asked_nowhere_else_says_why_without_a_file_that_nobod
         raise UserError(f"expected less, got {values['workload.peak_load']}", "workload.peak_load", where=CONFIG_NAME)
 
     experiment = SimpleNamespace(point=(), workload=SimpleNamespace(peak_load=2.0))
-    point: Any = SimpleNamespace(experiment=experiment, overlap="none")
+    point: Any = SimpleNamespace(experiment=experiment, overlap="none", world_size=4)
     question: Any = SimpleNamespace(at=refuse)
     rows = pd.DataFrame({"policy": [], "policy_params": []})
     (turn,) = turns._Solver(question, BOUNDS, rows, None, point).turns({"workload.peak_load": [1.5, 2.0, 3.0]})

@@ -32,8 +32,8 @@ from moe_ep_bench.metrics import mass_kept
 from moe_ep_bench.schema import ALL, TOTAL
 
 PEAK_LOADS, EP_SIZE, TOKENS = ("workload.peak_load", "workload.batch_peak_load"), "layer.ep_size", "workload.num_tokens"
-# Scores (tokens times experts) of a batch that are routed where tokens stand for others, and at most.
-_SCORES, _MOST_SCORES = 2**20, 2**22
+# Scores (tokens times experts) of a batch that are routed where tokens stand for others, and at most; ranks at most.
+_SCORES, _MOST_SCORES, _MOST_RANKS = 2**20, 2**22, 256
 # Parts of the way from balanced loads to the question's peak load, and as many beyond it.
 _PARTS = 8
 # Multiples of the question's EP size and tokens.
@@ -81,16 +81,23 @@ def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> t
     rows, launch = _in_typical_draw(store, rows, near[0])
     point = _points_of(question, store, answer)[launch]
     found = {key: values for key, values in _grids(point) if len(values) > 1}
-    why = None
-    if choice(rows, pick) != pick:
-        why = Unsolved(kind="too_close")
-    elif (num_scores := routed_tokens(point.experiment, _SCORES) * point.model.num_experts) > _MOST_SCORES:
-        why = Unsolved(kind="scores", number=num_scores)
-    elif point.world_size > MOST_RANKS:
-        why = Unsolved(kind="ranks", number=point.world_size)
+    why = _too_much(point) if choice(rows, pick) == pick else Unsolved(kind="too_close")
     if why is not None:
         return tuple(Turn(key=key, unsolved=why) for key in found)
     return tuple(_Solver(question, bounds, rows, pick, point).turns(found))
+
+
+def _too_much(point: Point) -> Unsolved | None:
+    """Why a question takes too long to be asked again at other values; None = it does not."""
+    if point.world_size > _MOST_RANKS:
+        return Unsolved(kind="ranks", number=point.world_size)
+    num_scores = routed_tokens(point.experiment, _num_scores(point.world_size)) * point.model.num_experts
+    return Unsolved(kind="scores", number=num_scores) if num_scores > _MOST_SCORES else None
+
+
+def _num_scores(num_ranks: int) -> int:
+    """Scores that stand for a batch's; of many ranks more, for chance in the few tokens of one would be a turn."""
+    return _SCORES * max(1, num_ranks // MOST_RANKS)
 
 
 def _contenders(answer: Answer) -> list[str]:
@@ -205,7 +212,8 @@ class _Solver:
             values = {**of_point, OVERLAP: self.point.overlap, "workload.num_batches": 1, key: value}
             rules = self.rows[["policy", "policy_params"]].itertuples(index=False)
             try:
-                self.points[key, value] = self.question.at(values, rules, _SCORES)
+                num_ranks = int(value) if key == EP_SIZE else self.point.world_size
+                self.points[key, value] = self.question.at(values, rules, _num_scores(num_ranks))
             except UserError as problem:
                 self.points[key, value], self.problems[key] = None, str(problem.without(CONFIG_NAME))
         return self.points[key, value]

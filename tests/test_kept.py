@@ -33,6 +33,12 @@ LAYER = {"layer__ep_size": 4, "workload__num_batches": 3, "policies": POLICIES}
 EMULATED = {**H100, "replication": REPLICATION}
 
 
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are written at once."""
+    monkeypatch.setattr(kept, "_FIRST_S", 0)
+    monkeypatch.setattr(kept, "_EVERY_S", 0)
+
+
 class Stop:
     """Counts what is routed, and interrupts once that is more than allowed."""
 
@@ -46,7 +52,7 @@ class Stop:
             return route(*asked)
 
         monkeypatch.setattr(traffic, "_route_case", counted)
-        monkeypatch.setattr(kept, "_EVERY_S", 0)
+        soon(monkeypatch)
 
     def run(self, arguments: list[str], out: Path, most: float = float("inf")) -> tuple[int, int]:
         """The exit status, and how often a case was routed on a rank."""
@@ -115,14 +121,14 @@ def test_force_forgets_what_was_begun(stop: Stop, tmp_path: Path) -> None:
 
 
 VALUES = {
-    ("routed", None, 0, 1): [3, [{"load_E": np.arange(3), "share": 0.1, "none": None}, []]],
+    ("routed", None, 0, 1): [3, [{"load_E": np.arange(3), "of_none": np.zeros((0, 2)), "share": 0.1, "no": None}, []]],
     ("summed", 2, 0, 1): [torch.tensor([[0.1, float("inf")]], dtype=torch.float64)],
     ("wide", None, 0): ["a"],
 }
 
 
 def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr(kept, "_EVERY_S", 0)
+    soon(monkeypatch)
     values = Kept(path, ["a", "b"])
     for key, value in VALUES.items():
         assert values.once(key, lambda value=value: value) is value
@@ -134,9 +140,10 @@ def test_values_are_read_as_they_were_made(tmp_path: Path, monkeypatch: pytest.M
     values = Kept(path, ["a", "b"])
     assert values.number("routed") == 1
     (count, (row, parts)), (stats,), wide = (values.once(key, lambda: pytest.fail("made again")) for key in VALUES)
-    assert (count, row["share"], row["none"], parts, wide) == (3, 0.1, None, [], ["a"])
+    assert (count, row["share"], row["no"], parts, wide) == (3, 0.1, None, [], ["a"])
     assert row["load_E"].tolist() == [0, 1, 2]
     assert row["load_E"].dtype == np.int64
+    assert row["of_none"].shape == (0, 2)
     assert torch.equal(stats, VALUES["summed", 2, 0, 1][0])
     assert not Kept(path, ["a"]).known
     assert not path.read_bytes(), "what other cases left is gone"
@@ -161,11 +168,11 @@ def test_a_disk_that_takes_no_more_ends_the_keeping_alone(
 ) -> None:
     tried = []
 
-    def full(records: list) -> list[bytes]:
-        tried.append(records)
+    def full(value: object) -> bytes:
+        tried.append(value)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept, "_lines", full)
+    monkeypatch.setattr(kept, "_record", full)
     assert stop.run(layer(tmp_path), tmp_path / "out")[0] == OK
     assert len(tried) == 1
 

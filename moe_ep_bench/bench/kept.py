@@ -1,20 +1,21 @@
 """Keep what ranks' routing of a modelled point gave until the point is finished, so that the next job goes on there.
 
-A line of the file is one value and its key, as JSON, compressed, behind its length: numbers alone, nothing that would
-run. Values are few numbers, the counts of a rank say, never scores. What a killed job had begun to write is cut off.
-A disk that takes no more ends the keeping and nothing else. Once a point's parts are written the file goes.
+A record of the file is one value and its key, as JSON and the bytes of its arrays, compressed, behind its length:
+numbers alone, nothing that would run. Values are few numbers, the counts of a rank say, never scores. A point that
+lasts ``_FIRST_S`` or less keeps nothing, for its parts are written then. What a killed job had begun to write is cut
+off. A disk that takes no more ends the keeping and nothing else. Once a point's parts are written the file goes.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
+import math
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +24,8 @@ import torch
 
 T = TypeVar("T")
 Key = tuple[str | int | None, ...]
-# So often values are written; what is finished sooner leaves no file.
-_EVERY_S = 2.0
+# When values are written first, and how often from then on.
+_FIRST_S, _EVERY_S = 10.0, 2.0
 _LENGTH_BYTES = 8
 _CASES: Key = ("cases",)
 
@@ -42,7 +43,7 @@ class Kept:
 
     def __init__(self, path: Path | None = None, case_ids: Sequence[str] = ()) -> None:
         self.known: dict[Key, Any] = {}
-        self._path, self._lock, self._written = path, threading.Lock(), time.monotonic()
+        self._path, self._lock, self._due = path, threading.Lock(), time.monotonic() + _FIRST_S
         self._new: list[tuple[Key, Any]] = [(_CASES, [*case_ids])]
         if path is None or not path.exists():
             return
@@ -65,7 +66,7 @@ class Kept:
         if self._path is not None:
             with self._lock:
                 self._new.append((key, value))
-                if time.monotonic() - self._written >= _EVERY_S:
+                if time.monotonic() >= self._due:
                     self._write(self._path)
         return value
 
@@ -73,42 +74,57 @@ class Kept:
         try:
             path.parent.mkdir(exist_ok=True)
             with open(path, "ab") as file:
-                file.writelines(_lines(self._new))
+                file.writelines(map(_record, self._new))
         except OSError:  # What is left is made as if nothing had been asked to be kept.
             self._path = None
-        self._new, self._written = [], time.monotonic()
+        self._new, self._due = [], time.monotonic() + _EVERY_S
 
 
-def _lines(records: Sequence[tuple[Key, Any]]) -> Iterator[bytes]:
-    for record in records:
-        line = zlib.compress(json.dumps(record, default=_as_json).encode(), 1)
-        yield len(line).to_bytes(_LENGTH_BYTES, "little") + line
+def _record(value: tuple[Key, Any]) -> bytes:
+    arrays: list[np.ndarray] = []
+
+    def as_json(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": value.numpy()}
+        if isinstance(value, np.generic):
+            return value.item()
+        assert isinstance(value, np.ndarray), type(value)
+        arrays.append(value)
+        return {"array": value.dtype.str, "shape": value.shape}
+
+    text = json.dumps(value, default=as_json).encode()
+    record = zlib.compress(b"".join([_length(text), text, *(array.tobytes() for array in arrays)]), 1)
+    return _length(record) + record
+
+
+def _length(content: bytes) -> bytes:
+    return len(content).to_bytes(_LENGTH_BYTES, "little")
 
 
 def _read(content: bytes) -> tuple[dict[Key, Any], int]:
-    """Values by key up to the first line that is not whole, and how many bytes they take."""
+    """Values by key up to the first record that is not whole, and how many bytes they take."""
     records, end = dict[Key, Any](), 0
     with contextlib.suppress(zlib.error, ValueError):
         while len(content) > (begin := end + _LENGTH_BYTES):
-            length = int.from_bytes(content[end:begin], "little")
-            if begin + length > len(content):
+            if begin + (length := int.from_bytes(content[end:begin], "little")) > len(content):
                 break
-            key, value = json.loads(zlib.decompress(content[begin : begin + length]), object_hook=_from_json)
+            key, value = _value(zlib.decompress(content[begin : begin + length]))
             records[tuple(key)], end = value, begin + length
     return records, end
 
 
-def _as_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.numpy()}
-    if isinstance(value, np.generic):
-        return value.item()
-    assert isinstance(value, np.ndarray), type(value)
-    return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": str(value.dtype), "shape": value.shape}
+def _value(record: bytes) -> list[Any]:
+    """A key and its value. Arrays are met in the order in which they were written."""
+    place = _LENGTH_BYTES + int.from_bytes(record[:_LENGTH_BYTES], "little")
 
+    def from_json(value: dict[str, Any]) -> Any:
+        nonlocal place
+        if "tensor" in value:
+            return torch.from_numpy(value["tensor"])
+        if "array" not in value:
+            return value
+        array = np.frombuffer(record, value["array"], math.prod(value["shape"]), place).reshape(value["shape"])
+        place += array.nbytes
+        return array.copy()
 
-def _from_json(value: dict[str, Any]) -> Any:
-    if "array" in value:
-        numbers = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
-        return numbers.reshape(value["shape"]).copy()
-    return torch.from_numpy(value["tensor"]) if "tensor" in value else value
+    return json.loads(record[_LENGTH_BYTES:place], object_hook=from_json)

@@ -699,6 +699,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in lines)
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
+    (out / "advice.json").write_text(json.dumps({**answer, "version": 1}))  # of an older package: made anew
     assert main(command) == OK
     assert capsys.readouterr().out == first.out
     assert {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()} == written

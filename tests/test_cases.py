@@ -32,7 +32,7 @@ from moe_ep_bench.analysis.cases import (
     comparisons,
     differs_from_topk,
     load,
-    point_words,
+    point_parts,
     routing,
     timings,
 )
@@ -408,4 +408,4 @@ def test_variants_of_one_policy_are_told_apart_by_what_their_labels_name(tmp_pat
 
 def test_a_place_in_a_sweep_names_every_swept_key():
     point = {"policies.0.capacity_factor": 1.0, "policies.1.capacity_factor": 2.0, "workload.peak_load": None}
-    assert point_words(point) == "capacity factor 1.0, capacity factor 2.0, no peak load"
+    assert point_parts(point) == ("capacity factor 1.0", "capacity factor 2.0", "no peak load")

@@ -15,7 +15,7 @@ from moe_ep_bench.analysis.cases import cases, comparisons
 from moe_ep_bench.analysis.drawing import case_rows
 from moe_ep_bench.analysis.store import load
 from moe_ep_bench.cli import main
-from moe_ep_bench.facts import Assumption, MissingRows, words
+from moe_ep_bench.facts import Assumption, Environment, MissingRows, TimedFacts, words
 
 
 @pytest.mark.parametrize("command", ["emulate", "route"])
@@ -147,18 +147,34 @@ def test_rows_that_are_missing_are_facts_of_which_a_line_is_composed(missing: di
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("lines", "expected"),
     [
         ([], ""),
-        (["A, EP 8", None, "A, EP 8"], "A, EP 8"),
+        ([()], ""),
+        ([("A", "EP 8"), (), ("A", "EP 8")], "A, EP 8"),
         (
-            ["A, EP 8, peak load 1", "A, EP 8, peak load 2", "A, EP 8, peak load 4"],
+            [("A", "EP 8", "peak load 1"), ("A", "EP 8", "peak load 2"), ("A", "EP 8", "peak load 4")],
             "A, EP 8, peak load 1 / peak load 2 / peak load 4",
         ),
-        (["A, 1, z", "A, 2, z", "A, 3, z", "A, 4, z"], "A, 1 / 2 more / 4, z"),
-        (["A, z", "A, 2, z"], "A, z / A, 2, z"),
-        (["a", "b"], "a / b"),
+        ([("A", number, "z") for number in "1234"], "A, 1 / 2 more / 4, z"),
+        ([("A", "z"), ("A", "2", "z")], "A, z / A, 2, z"),
+        ([("A", "z"), ("A",)], "A, z / A"),
+        ([("a",), ("b",)], "a / b"),
+        ([("a, of x",), ("a, of y",)], "a, of x / a, of y"),
     ],
 )
-def test_what_titles_share_is_said_once(values: list[str | None], expected: str) -> None:
-    assert words.said_once(values) == expected
+def test_what_lines_share_is_said_once_by_parts(lines: list[words.Parts], expected: str) -> None:
+    assert words.said_once(lines) == expected
+
+
+def test_what_a_comparison_is_named_by_is_composed_of_its_facts() -> None:
+    rows = {"package": "p", "package_version": "1", "system": "h200_sxm", "framework": "vllm", "version": "0.9"}
+    shape = {"hidden_size": 64, "ffn_hidden_size": 32, "num_experts": 8, "top_k": 2, "ep_size": 2, "num_rows": 2}
+    experts = {"name": "t", "measured_by": {**rows, "file": "f"}, "dtype": "fp8", "fewest_tokens": 1, "most_tokens": 9}
+    workload = {"kind": "synthetic", "tail_model": None}
+    more = {"title": None, "cuda_graph": "layer", "workload": workload, "expert_rows": {**experts, **shape}}
+    facts = TimedFacts.model_validate(FakeComparison(facts={**modelled_facts(), **more}).described())
+    assert words.title_words(facts) == "Tiny-MoE, EP 2, 4,096 tokens, no skew, CUDA graph"
+    ran_on = words.ran_on_parts(Environment(), facts, in_short=True)
+    by = "experts measured elsewhere (p 1, vLLM 0.9 on H200 SXM, fp8)"
+    assert ran_on == ("2 ranks", by, "the rest modelled")

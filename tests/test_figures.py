@@ -192,7 +192,7 @@ def test_origins_are_told_apart_by_words_tags_frames_and_phases(tmp_path, mode, 
     modelled = {name for name in legend(figure) if name.endswith("(modelled)")}
     assert {"MEASURED": 0, "EMULATED": 1}.get(how, len(legend(figure))) == len(modelled)
     footer = words(figure)
-    assert "Tiny-MoE, true sizes, bfloat16" in footer
+    assert "Tiny-MoE, true sizes, bfloat16 | random weights | " in footer
     assert ("tail model: geometric" in footer) == (facts is RECORDED)
 
 

@@ -21,6 +21,7 @@ from results_builder import (
 )
 
 from moe_ep_bench.analysis import page as page_module
+from moe_ep_bench.analysis.advice import Advice, advice_lines
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
@@ -31,9 +32,9 @@ from moe_ep_bench.files import write_json
 from moe_ep_bench.machine.provenance import asked
 
 NATIVE = {"case_id": "n", "label": "native", "origin": "measured", "median_ms": 2.0}
-ANSWER = {"comparison_id": "c0", "title": "Tiny", "point": {}, "scope": "layer", "native": NATIVE, "pick": None}
-ADVICE = {"max_dropped": 0.1, "min_retained": 0.95, "titles": ["Tiny"], "ran_on": ["here"], "links": []}
-ADVICE |= {"modelled": "", "assumptions": [], "notes": []}
+ANSWER = {"comparison_id": "c0", "point": {}, "scope": "layer", "native": NATIVE, "pick": None}
+ANSWER |= {"facts": FakeComparison(facts={"title": "Tiny"}).described(), "environment": {"device_name": "here"}}
+ADVICE = {"max_dropped": 0.1, "min_retained": 0.95, "assumptions": [], "notes": []}
 
 # What a label or a host name may try.
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
@@ -178,7 +179,7 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
         ("{", "advice.json"),
         ("{}", "max_dropped"),
         (json.dumps({**ADVICE, "answers": [{**ANSWER, "pick": {**NATIVE, "speedup": None}}]}), "answers.0.pick."),
-        (json.dumps({**ADVICE, "answers": [{**ANSWER, "reason": "does_not_fit"}]}), "fit: expected the memory"),
+        (json.dumps({**ADVICE, "answers": [{**ANSWER, "reason": "does_not_fit"}]}), "facts.fit: expected the memory"),
     ],
 )
 def test_an_answer_that_somebody_changed_is_left_out_and_named(content: str, key: str, tmp_path: Path) -> None:
@@ -212,4 +213,15 @@ def test_an_answer_beside_results_begins_the_page(tmp_path: Path) -> None:
     page = Parsed(path.read_text()).text
     assert passed_over == []
     assert "Native takes 2.000 ms (measured)." in page
-    assert "For Tiny; here; at most 10 % of the pairs dropped and 5 % of the score mass lost." in page
+    assert "For Tiny; here x 2 ranks, nccl; at most 10 % of the pairs dropped and 5 % of the score mass lost." in page
+
+
+def test_answers_say_once_what_they_share_and_name_what_tells_them_apart() -> None:
+    facts = FakeComparison(facts={**modelled_facts(), "title": "Tiny"}).described()
+    variant = {"overlap": "two_batch", "native": NATIVE, "pick": None}
+    points = ({"workload.seed": seed, "layer.ep_size": 2} for seed in (1, 2))
+    answers = [{**ANSWER, "facts": facts, "point": point, "variants": [variant]} for point in points]
+    *_, last = advice_lines(Advice.model_validate({**ADVICE, "answers": answers}))[-1].splitlines()
+    ran_on = "2 ranks, modelled by devices/h100-sxm; modelled by links/h100-nvlink4"
+    assert last.startswith(f"For Tiny, seed 1 / seed 2; {ran_on}; at most 10 % of the pairs dropped")
+    assert last.endswith(", no overlap / two micro-batches that overlap.")

@@ -367,6 +367,7 @@ def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared
         long_names = draw(dataclasses.replace(FIGURES["claims"], frame=lambda _: frame), compared).figure
         settle(long_names)
         assert_nothing_is_clipped(long_names)
+    assert any("| random weights | synthetic traffic, " in words for words in drawing.words)
     speedups, dropped, *_ = drawing.figure.axes
     papers = [{(bar.get_x(), bar.get_y() + 0.25) for bar in panel.patches} for panel in (speedups, dropped)]
     assert (1.85, 2.0) in papers[0]

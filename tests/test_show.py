@@ -502,7 +502,7 @@ def test_the_table_of_phases_and_its_figure_give_one_total(tmp_path, of_whole):
 
 
 def test_programs_get_every_column_unrounded_and_json_is_the_csvs_rows(directory, capsys):
-    frame = cases(load(directory)).drop(columns=["facts", "settings"])
+    frame = cases(load(directory)).drop(columns=["run", "facts", "settings"])
     rows = pd.read_csv(io.StringIO(shown(capsys, directory, "--format", "csv")))
     assert list(rows.columns) == list(frame.columns)
     numbers = rows.select_dtypes("number").columns

@@ -10,24 +10,37 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from moe_ep_bench.analysis.cases import point_words
+from moe_ep_bench.analysis.cases import own_points, point_parts
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
 from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts import Assumption, JsonRecord, PeakLoads, Rest, SkewLayers, has_assumed_traffic
+from moe_ep_bench.facts import (
+    Assumption,
+    Environment,
+    JsonRecord,
+    PeakLoads,
+    SkewLayers,
+    TimedFacts,
+    has_assumed_traffic,
+)
 from moe_ep_bench.facts.words import (
     OVERLAP_WORDS,
     Line,
+    Parts,
     assumption_words,
     fit_words,
-    mixed_words,
+    links_parts,
+    mixed_parts,
+    modelled_line,
     peak_words,
+    ran_on_parts,
     rest_words,
     said_once,
     skew_words,
+    title_parts,
+    title_words,
 )
 from moe_ep_bench.files import write_text
-from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.results import ResultsError, read_document
 
 ADVICE = "advice.json"
@@ -259,6 +272,7 @@ class Answer(_Fact):
     """What to do with one comparison's traffic.
 
     Attributes:
+        facts: of the comparison, as ``run.json`` has them; ``environment``, where it ran.
         point: swept keys with their values, where the question has several.
         pick: None = native stays, for the ``reason``.
         fastest: the fastest candidate within the bounds, where none is picked.
@@ -268,14 +282,14 @@ class Answer(_Fact):
         next_best: the fastest within the bounds but for the pick and ``beside``.
         candidates: all, the pick first and last those that may not be picked.
         turns: where another would be picked; empty where nobody asked.
-        rest: of a pass, as it was modelled.
         held_out: where batches follow each other in time.
         plans: of replicas, where batches follow each other in time.
         peaks: of drawn traffic.
     """
 
     comparison_id: str
-    title: str
+    facts: TimedFacts
+    environment: Environment
     point: dict[str, Any]
     scope: Literal["layer", "model"]
     native: Case
@@ -286,8 +300,6 @@ class Answer(_Fact):
     next_best: Candidate | None = None
     candidates: tuple[Candidate, ...] = ()
     turns: tuple[Turn, ...] = ()
-    fit: Fit | None = None
-    rest: Rest | None = None
     held_out: HeldOut | None = None
     plans: tuple[Upkeep, ...] = ()
     peaks: PeakLoads | None = None
@@ -299,8 +311,8 @@ class Answer(_Fact):
         for pick, native in ((self.pick, self.native), *((one.pick, one.native) for one in self.variants)):
             if pick is not None and native.median_ms is None:
                 raise UserError("native.median_ms: expected a time beside a pick, got null")
-        if self.reason == "does_not_fit" and self.fit is None:
-            raise UserError("fit: expected the memory that does not fit, got null")
+        if self.reason == "does_not_fit" and self.facts.fit is None:
+            raise UserError("facts.fit: expected the memory that does not fit, got null")
         return self
 
 
@@ -313,22 +325,18 @@ class Advice(_Fact):
         lines: the answer for people, without the tables; ``advice_lines`` composes it.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     lines: list[str] = Field(default=[])
     max_dropped: float
     min_retained: float
     versus: str | None = None
     answers: list[Answer] = Field(min_length=1)
-    titles: list[str]
-    ran_on: list[str]
-    links: list[str]
-    modelled: str
     assumptions: list[Assumption]
     notes: list[Note]
 
     def name_of(self, answer: Answer) -> str:
         """One of several answers: its place in the sweep, or its title; empty where there is no other."""
-        return "" if len(self.answers) == 1 else point_words(answer.point) or answer.title
+        return "" if len(self.answers) == 1 else ", ".join(point_parts(answer.point)) or title_words(answer.facts)
 
 
 def advice_json(advice: Advice) -> str:
@@ -375,7 +383,7 @@ def advice_lines(advice: Advice) -> list[str]:
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
     of_layers = [f"\n{assumption_words(one)}." for one in advice.assumptions if one.kind == ASKED_LAYERS]
-    blocks[-1] += f"{''.join(of_layers)}\n{_for(advice)}{advice.modelled and ' '}{advice.modelled}"
+    blocks[-1] += f"{''.join(of_layers)}\n{_for(advice)}"
     return blocks
 
 
@@ -409,8 +417,8 @@ def _answer_lines(answer: Answer, versus: str | None) -> Iterator[str]:
 def _reason(answer: Answer) -> str:
     """Why native stays."""
     if answer.reason == "does_not_fit":
-        assert answer.fit is not None
-        return f"None: the model {fit_words(answer.fit)}"
+        assert answer.facts.fit is not None
+        return f"None: the model {fit_words(answer.facts.fit)}"
     return {
         "little_gain": "Keep native: within the bounds only what drops or reroutes is faster, by no more than 5 %",
         "no_gain": "Keep native: no candidate within the bounds is significantly faster",
@@ -451,7 +459,7 @@ def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     if (ours := pick.whole) is not None and (theirs := native.whole) is not None:
         end_to_end = f"{theirs.ms / ours.ms:.3f} times as fast, {_taken(ours.ms, theirs.ms)}"
         rates = f"{ours.tokens_per_s_per_rank:,.0f} in place of {theirs.tokens_per_s_per_rank:,.0f} tokens/s a GPU"
-        of = rest_words(answer.rest) if answer.rest else ""
+        of = rest_words(answer.facts.rest) if answer.facts.rest else ""
         rest = f"the rest modelled{of and f' ({of})'}"
         yield f"Whole model, with all such layers and {rest}: {end_to_end}, {rates}."
     yield from _cost_lines(answer, pick)
@@ -610,7 +618,7 @@ def note_words(note: Note) -> Line:
     if note.kind == "warning":
         return Line(note.text or "", is_warning=True)
     if note.kind == "mixed_machines":
-        return Line(mixed_words(note.scope or "layer", note.scale or 1))
+        return Line(", ".join(mixed_parts(note.scope or "layer", note.scale or 1)))
     if note.layers is not None:
         return Line(skew_words(note.layers))
     if note.kind == "chance":
@@ -652,19 +660,46 @@ def _taken(ours_ms: float, native_ms: float | None) -> str:
 
 
 def _for(advice: Advice) -> str:
-    """For what the answers hold: model, sizes, traffic, device and links, and the bounds."""
+    """For what the answers hold: model, sizes, traffic, device and links, and the bounds; then what is modelled."""
     lost = 100 * (1 - advice.min_retained)
     limits = [f"{100 * advice.max_dropped:g} % of the pairs dropped"] if advice.max_dropped < 1 else []
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
     within = f"at most {' and '.join(limits)}" if limits else "no bounds"
-    return f"For {'; '.join(filter(None, map(said_once, (advice.titles, advice.ran_on, advice.links))))}; {within}."
+    answers, facts = advice.answers, [one.facts for one in advice.answers]
+    own = own_points(list(map(title_words, facts)), [one.point for one in answers])
+    asked = (
+        [_with((*title_parts(one), *point_parts(at)), _assumed_skew(one)) for one, at in zip(facts, own, strict=True)],
+        [ran_on_parts(one.environment, one.facts, in_short=True) for one in answers],
+        [_with(links_parts(one), _assumed_links(one)) for one in facts],
+    )
+    overlapped = [one.facts.model_copy(update={"overlap": of.overlap}) for one in answers for of in one.variants]
+    modelled = modelled_line([*facts, *overlapped])
+    return f"For {'; '.join(filter(None, map(said_once, asked)))}; {within}.{modelled and ' '}{modelled}"
 
 
-def assumed_link_words(figures: Iterable[str], *, is_crossing: bool) -> str:
-    """Which figures of a link are assumed, to stand behind its name; empty where none is."""
+def _with(parts: Parts, assumed: str) -> Parts:
+    """Parts, the last with what is assumed behind it."""
+    return (*parts[:-1], f"{parts[-1]} ({assumed})") if assumed else parts
+
+
+def _assumed_skew(facts: TimedFacts) -> str:
+    """Whose skew is assumed to be this model's; empty where it is known."""
+    skew = facts.workload.skew
+    if skew is None or (skew.of is None and skew.basis != "assumed"):
+        return ""
+    return f"assumed, {skew.of}'s" if skew.of else "assumed"
+
+
+def _assumed_links(facts: TimedFacts) -> str:
+    """Which figures of the links between these ranks are assumed; empty where none is."""
+    links = facts.links
+    if links is None or facts.exchange is not None or links.measured_by is not None:
+        return ""
+    is_crossing = facts.num_ranks > links.ranks_per_node
+    link = links.inter if is_crossing else links.intra
     named = {"latency": "latency", "efficiency": "share of the bandwidth reached"}
-    words = ", ".join(named[figure] for figure in figures)
-    return words and f" (assumed {'between nodes' if is_crossing else 'inside a node'}: {words})"
+    words = ", ".join(named[name] for name in named if getattr(link, f"{name}_basis", None) == "assumed")
+    return words and f"assumed {'between nodes' if is_crossing else 'inside a node'}: {words}"
 
 
 def costs_answers(missing_share: Any, retained_mass: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
 import pandas as pd
@@ -33,11 +32,9 @@ from moe_ep_bench.analysis.advice import (
     Versus,
     advice_json,
     advice_lines,
-    assumed_link_words,
     costs_answers,
     growth_words,
     note_words,
-    read_advice,
     read_advices,
     write_advice,
 )
@@ -54,13 +51,13 @@ from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import (
     NOT_EXECUTED,
     Assumption,
+    Environment,
     JsonRecord,
     PeakLoads,
-    TimedFacts,
     Workload,
     has_assumed_traffic,
 )
-from moe_ep_bench.facts.words import assumption_words, modelled_line
+from moe_ep_bench.facts.words import assumption_words, title_words
 from moe_ep_bench.placement import PLANS
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -95,23 +92,11 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
                 point = {key: value for key, value in answer.point.items() if key != OVERLAP}
                 answer = answer.model_copy(update={"variants": variants, "point": point})
             answers.append(answer)
-    swept = set().union(*map(json.loads, about["point"]))
-    titles = about["facts"].map(attrgetter("title")) if swept == {OVERLAP} else about["title"]
-    titles = titles + about["facts"].map(_assumed_skew)
-    links = [
-        f"{words}{_assumed_links(facts)}"
-        for words, facts in zip(about["links_short"], about["facts"], strict=True)
-        if words
-    ]
     return Advice(
         max_dropped=bounds.max_dropped,
         min_retained=bounds.min_retained,
         versus=versus,
         answers=answers,
-        titles=list(titles.unique()),
-        ran_on=list(about["ran_on_short"].dropna().unique()),
-        links=list(dict.fromkeys(links)),
-        modelled=modelled_line(one.facts for one in store.comparisons),
         assumptions=list(question.assumptions) if question else _said_of_layers(store),
         notes=list(_notes(store, rows, about, natives)),
     )
@@ -121,25 +106,6 @@ def _said_of_layers(store: Store) -> list[Assumption]:
     """Which layers stand for all in results that are only read, as the answer beside them has it."""
     before = read_advices((one.folder for one in store.directories), [])
     return [one for advice in before for one in advice.assumptions if one.kind == ASKED_LAYERS]
-
-
-def _assumed_skew(facts: TimedFacts) -> str:
-    """Whose skew is assumed to be this model's, to stand behind the traffic; empty where it is known."""
-    skew = facts.workload.skew
-    if skew is None or (skew.of is None and skew.basis != "assumed"):
-        return ""
-    return f" (assumed, {skew.of}'s)" if skew.of else " (assumed)"
-
-
-def _assumed_links(facts: TimedFacts) -> str:
-    """What of the links between these ranks is assumed, to stand behind their name; empty where nothing is."""
-    links = facts.links
-    if links is None or facts.exchange is not None or links.measured_by is not None:
-        return ""
-    is_crossing = facts.num_ranks > links.ranks_per_node
-    link = links.inter if is_crossing else links.intra
-    assumed = [name for name in ("latency", "efficiency") if getattr(link, f"{name}_basis", None) == "assumed"]
-    return assumed_link_words(assumed, is_crossing=is_crossing)
 
 
 def _rows(store: Store, bounds: Bounds, versus: str | None) -> pd.DataFrame:
@@ -173,7 +139,7 @@ def _alike_but_for_overlap(about: pd.DataFrame) -> list[list[str]]:
     alike: dict[tuple[str, str], list[str]] = {}
     for name, facts in about.iterrows():
         point = {key: value for key, value in json.loads(facts["point"]).items() if key != OVERLAP}
-        alike.setdefault((facts["facts"].title, json.dumps(point)), []).append(str(name))
+        alike.setdefault((title_words(facts["facts"]), json.dumps(point)), []).append(str(name))
     return list(alike.values())
 
 
@@ -188,8 +154,8 @@ def _picked(rows: pd.DataFrame) -> Candidate | None:
 
 def write_answer(question: Question, bounds: Bounds, *, versus: str | None = None, as_json: bool = False) -> str:
     """Write the answer to a question that was modelled as ``advice.json``; return the same, or it for people."""
-    store, before = load_timed(question.out), read_advice(question.out)
-    advice = with_turns(advise(store, bounds, question, versus), question, bounds, store, before)
+    store, before = load_timed(question.out), read_advices([question.out], [])  # none of an older version
+    advice = with_turns(advise(store, bounds, question, versus), question, bounds, store, *before)
     write_advice(question.out, advice)
     if as_json:
         return advice_json(advice)
@@ -212,7 +178,8 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
     within = rows[~rows["standing"].isin(BARRED)].sort_values("speedup_median")
     return Answer(
         comparison_id=about["comparison_id"],
-        title=about["title"],
+        facts=facts,
+        environment=about["run"].environment.model_dump(include=set(Environment.model_fields)),
         point=json.loads(about["point"]),
         scope=about["scope"],
         native=_native(native),
@@ -222,8 +189,6 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> Answer:
         beside=(beside := _beside(rows) if pick else None),
         next_best=_next_best(within, pick, beside) if pick else None,
         candidates=tuple(_candidate(row) for _, row in _in_order(rows).iterrows()),
-        fit=facts.fit,
-        rest=facts.rest,
         peaks=PeakLoads.of(facts.workload, float(native["fullest_expert"])),
         tokens_of_ranks=_rank_tokens(about),
         held_out=_held_out(rows) if facts.workload.order == "arrival" else None,

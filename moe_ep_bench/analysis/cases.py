@@ -46,18 +46,18 @@ from moe_ep_bench.analysis.served import QUANTITIES, agreement, lengths, quantil
 from moe_ep_bench.analysis.store import ITERATION, KINDS, Comparison, Directory, Store, load, ordered
 from moe_ep_bench.facts import NOT_EXECUTED, CaseFacts, ComparisonFacts, RoutedFacts, ServedFacts, TimedFacts, origin_of
 from moe_ep_bench.facts.words import (
+    Parts,
     case_label,
     describe_links,
     device_name,
     family_words,
-    how_words,
-    links_name,
-    modelled_links,
-    ran_on_words,
-    sizes_words,
+    how_parts,
+    links_parts,
+    ran_on_parts,
+    sizes_parts,
     title_words,
     traffic_words,
-    workload_words,
+    workload_parts,
 )
 from moe_ep_bench.results import ResultsError
 from moe_ep_bench.schema import ALL, ATTENTION, HOST_BUSY, LAYER_PHASES, MOE, REHEARSAL, REST, SM_CLOCK, TOTAL
@@ -428,10 +428,12 @@ def comparisons(store: Store) -> pd.DataFrame:
     its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``facts.ORIGINS``);
     ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
     with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers, ``ran_on_short``
-    and ``links_short`` without figures; ``facts``, typed.
+    and ``links_short`` without figures; ``run`` and ``facts``, typed.
     """
     rows = _comparisons(store)
-    return rows.assign(title=_distinct_titles(rows))
+    own = own_points(rows["title"], list(map(json.loads, rows["point"])))
+    titles = [", ".join((title, *point_parts(point))) for title, point in zip(rows["title"], own, strict=True)]
+    return rows.assign(title=titles)
 
 
 @of_each
@@ -440,17 +442,13 @@ def _comparisons(store: Directory) -> pd.DataFrame:
     return pd.DataFrame(list(map(_comparison, store.comparisons)))
 
 
-def _distinct_titles(rows: pd.DataFrame) -> pd.Series:
-    """Titles; where several are the same each names the swept keys in which their comparisons differ."""
-    titles = rows["title"].copy()
-    for _, alike in rows.groupby("title", sort=False):
-        points = [json.loads(point) for point in alike["point"]]
-        values = pd.DataFrame([{key: json.dumps(value) for key, value in point.items()} for point in points])
-        swept = values.columns[values.nunique() > 1]
-        for place, point in zip(alike.index, points, strict=True):
-            own = {key: point[key] for key in swept if key in point}
-            titles[place] = ", ".join(filter(None, (titles[place], point_words(own))))
-    return titles
+def own_points(titles: Iterable[str], points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each comparison's point the swept keys in which it differs from others of the same title."""
+    places, values = list(zip(titles, points, strict=True)), {}
+    for title, point in places:
+        for key, value in point.items():
+            values.setdefault((title, key), set()).add(json.dumps(value))
+    return [{key: value for key, value in point.items() if len(values[title, key]) > 1} for title, point in places]
 
 
 def is_one_draw(facts: ComparisonFacts) -> bool:
@@ -465,26 +463,26 @@ def is_one_draw(facts: ComparisonFacts) -> bool:
     return workload.kind == "synthetic" and is_skewed and not is_placed and is_one
 
 
-def point_words(point: Mapping[str, Any]) -> str:
+def point_parts(point: Mapping[str, Any]) -> Parts:
     """A place in a sweep: swept keys, without their section, and values."""
     named = [(key.rpartition(".")[2].replace("_", " "), value) for key, value in point.items()]
-    return ", ".join(f"no {name}" if value is None else f"{name} {value}" for name, value in named)
+    return tuple(f"no {name}" if value is None else f"{name} {value}" for name, value in named)
 
 
 def _comparison(one: Comparison) -> dict[str, Any]:
     facts, run = one.facts, one.run
     ran_layers, is_served = isinstance(facts, TimedFacts), isinstance(facts, ServedFacts)
     workload = getattr(facts, "workload", None)
+    links = getattr(facts, "links", None)
     point = facts.point if ran_layers else {"serve.model": facts.served} if is_served else {}
     device = ran_layers and facts.device and device_name(facts.device, facts.expert_rows)
-    of_links = (facts.links, facts.exchange) if ran_layers and facts.links else None
     return {
         **values_of("", one, COMPARISON),
         **values_of("", facts, _FACTS),
         **values_of("", run, ("mode", "scope")),
         **values_of("", workload, ("tail_model", "seed")),
-        "title": (title := title_words(facts)),
-        "sizes": workload and sizes_words(facts),
+        "title": title_words(facts),
+        "sizes": workload and ", ".join(sizes_parts(facts)),
         "traffic": traffic_words(facts.workload) if isinstance(facts, RoutedFacts) else None,
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
@@ -494,15 +492,16 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "workload": workload and workload.kind,
         "peak_load": workload and workload.targets.get("peak_load"),
         "device": device or (run.environment.device_name if ran_layers or is_served else None),
-        "links": of_links and links_name(*of_links),
+        "links": ", ".join(links_parts(facts, in_column=True)) or None,
         "point": json.dumps(point, sort_keys=True),
-        "how": how_words(run, facts),
-        "ran_on": ran_on_words(run, facts),
-        "ran_on_short": ran_on_words(run, facts, in_short=True),
-        "links_words": of_links and describe_links(*of_links),
-        "links_short": of_links and modelled_links(*of_links),
-        "workload_words": workload and workload_words(facts),
-        "facts": facts.model_copy(update={"title": title}),
+        "how": ", ".join(how_parts(run, facts)),
+        "ran_on": ", ".join(ran_on_parts(run.environment, facts)),
+        "ran_on_short": ", ".join(ran_on_parts(run.environment, facts, in_short=True)),
+        "links_words": links and describe_links(links, getattr(facts, "exchange", None)),
+        "links_short": ", ".join(links_parts(facts)) or None,
+        "workload_words": workload and ", ".join(workload_parts(facts)),
+        "run": run,
+        "facts": facts,
     }
 
 

@@ -26,7 +26,7 @@ from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.config.conditions import columns_of, holds, matching
 from moe_ep_bench.errors import naming
 from moe_ep_bench.facts import ORIGINS
-from moe_ep_bench.facts.words import said_once, scale_words
+from moe_ep_bench.facts.words import Parts, how_parts, links_parts, ran_on_parts, said_once, scale_words, workload_parts
 from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
@@ -90,6 +90,7 @@ class Figure:
         limit: facets on a sheet. Where there are more, those drawn are evenly spaced from first to last.
         ordered: lines are of ordered things, not of policies.
         of: the kind of numbers, which decides on the warnings below: those of phases name probes too.
+        workload: of facts what the footer says of their workload.
     """
 
     title: str
@@ -106,6 +107,7 @@ class Figure:
     limit: int = 4
     ordered: bool = False
     of: Literal["routing", "times", "phases"] = "times"
+    workload: Callable[[Any], Parts] = workload_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,17 +235,28 @@ def _intervals(rows: pd.DataFrame) -> str:
 def _footer(rows: pd.DataFrame, notes: Sequence[str], figure: Figure) -> list[str]:
     """A line on the numbers' conditions, and one of notes: warnings first."""
     words = "; ".join(note.removesuffix(".") for note in [*_warnings(rows, figure.of), *notes])
-    return [figure.about or _conditions(rows), *([f"Note: {words}."] if words else [])]
+    return [figure.about or _conditions(rows, figure), *([f"Note: {words}."] if words else [])]
 
 
-def _conditions(rows: pd.DataFrame) -> str:
+def _conditions(rows: pd.DataFrame, figure: Figure) -> str:
     """How, on what, which model and which workload: what panels share is there once."""
     first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
-    scale = first["scale"].astype(object).map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
-    dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
-    weights = first["facts"].map(lambda facts: "random weights" if getattr(facts, "random_weights", False) else None)
-    about = (first["how"], first["ran_on_short"], first["links_short"], first["model"] + scale + dtype, weights)
-    return " | ".join(filter(None, map(said_once, (*about, first["workload_words"]))))
+    of = list(zip(first["run"], first["facts"], strict=True))
+    about = (
+        [how_parts(*one) for one in of],
+        [ran_on_parts(run.environment, facts, in_short=True) for run, facts in of],
+        *([parts(facts) for _, facts in of] for parts in (links_parts, _model_parts, _weight_parts, figure.workload)),
+    )
+    return " | ".join(filter(None, map(said_once, about)))
+
+
+def _model_parts(facts: Any) -> Parts:
+    scale, dtype = (getattr(facts, name, None) for name in ("scale", "dtype"))
+    return (facts.model, *filter(None, (scale and scale_words(scale), dtype)))
+
+
+def _weight_parts(facts: Any) -> Parts:
+    return ("random weights",) if getattr(facts, "random_weights", False) else ()
 
 
 def _warnings(rows: pd.DataFrame, of: str) -> list[str]:
@@ -261,7 +274,7 @@ def _warnings(rows: pd.DataFrame, of: str) -> list[str]:
 
 # Columns that are of the figures alone, or too long for an axis: nobody can ask for one.
 HIDDEN = {
-    *("facts", "settings", "policy_params", "point", "reason", "step", "at", "facet", "how"),
+    *("run", "facts", "settings", "policy_params", "point", "reason", "step", "at", "facet", "how"),
     *("ran_on", "ran_on_short", "links_words", "links_short", "workload_words", "curve_load", "curve_kept"),
 }
 # Columns that drawing adds: no parameter of a policy and no swept key takes their places.

@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL
 from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.config.conditions import matching
 from moe_ep_bench.facts import TimedFacts
-from moe_ep_bench.facts.words import basis_words, traffic_words
+from moe_ep_bench.facts.words import Parts, basis_words, traffic_parts
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*ends("speedup"), "speedup_is_interval", "floor_low", "floor_high")
@@ -270,8 +270,7 @@ def answer_rows(_: Store, costs: pd.DataFrame) -> pd.DataFrame:
 # ---- papers' numbers and ours -------------------------------------------------------------------------------------
 
 _OF_COMPARISON = [
-    *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on_short", "links_short", "workload"),
-    *("oversubscribed", "facts"),
+    *("model", "num_ranks", "num_tokens", "origin", "workload", "oversubscribed", "run", "facts"),
 ]
 _VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]
 
@@ -293,14 +292,14 @@ def claim_rows(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         role="policy",
         ours_are="whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer",
         missing_marks=" Rows without a mark: no number is stated." if unstated else "",
-        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(_calibrated_words),
     )
 
 
-def _calibrated_words(facts: TimedFacts) -> str:
+def _calibrated_parts(facts: TimedFacts) -> Parts:
     """What a workload was calibrated to; of others what they are."""
     workload = facts.workload
-    return traffic_words(workload) if workload.skew is None else basis_words(workload.skew)
+    calibrated = traffic_parts(workload) if workload.skew is None else (basis_words(workload.skew),)
+    return (f"{workload.kind} traffic", *calibrated)
 
 
 def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
@@ -445,5 +444,6 @@ FIGURES: dict[str, Figure] = {
         most=1,
         limit=99,
         of="routing",
+        workload=_calibrated_parts,
     ),
 }

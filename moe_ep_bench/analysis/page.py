@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
-from moe_ep_bench.facts.words import said_once
+from moe_ep_bench.facts.words import how_parts, links_parts, ran_on_parts, said_once
 from moe_ep_bench.files import check_folder, dump_yaml, write_text
 from moe_ep_bench.results import ResultsError
 
@@ -107,10 +107,10 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
 
 def _line(store: Store) -> str:
     """How, and on what, the numbers came about, without what a model is made of."""
-    facts = comparisons(store)
-    links = said_once(facts["links"])
-    on = ", ".join(filter(None, (said_once(facts["ran_on_short"]), links and f"links {links}")))
-    words = f"{said_once(facts['how'])}{on and f': {on}'}"
+    links = said_once(links_parts(one.facts, in_column=True) for one in store.comparisons)
+    ran_on = said_once(ran_on_parts(one.run.environment, one.facts, in_short=True) for one in store.comparisons)
+    on = ", ".join(filter(None, (ran_on, links and f"links {links}")))
+    words = f"{said_once(how_parts(one.run, one.facts) for one in store.comparisons)}{on and f': {on}'}"
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
     notes = [count_words(cases(store)), *["weights are random"] * random]
     notes += [NO_TIMES] if cases(store)["median_ms"].isna().all() else []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, differs_from_topk, load, routing, timings
+from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons, differs_from_topk, load, routing, timings
 from moe_ep_bench.analysis.columns import (
     LOST,
     NONE,
@@ -40,7 +40,7 @@ from moe_ep_bench.analysis.notes import (
 )
 from moe_ep_bench.analysis.store import ITERATION, Store, with_draws_apart
 from moe_ep_bench.facts import JsonRecord
-from moe_ep_bench.facts.words import said_once
+from moe_ep_bench.facts.words import how_parts, links_parts, said_once
 from moe_ep_bench.files import write_text
 from moe_ep_bench.papers.claims import CLAIMED, SHARES, MetricName, claims_path
 from moe_ep_bench.results import ResultsError, read_document
@@ -294,13 +294,19 @@ def _claims_table(store: Store, rows: pd.DataFrame) -> Table:
     if not rows["primary"].all():
         notes.append(f"{_FIRST}: {NOT_CHOSEN}")
     claimed = set(rows["comparison_id"])
-    about = (one.facts for one in with_draws_apart(store).comparisons if one.comparison_id in claimed)
-    notes += dict.fromkeys(f"{facts.model}: {words}" for facts in about if (words := layers_words(facts)))
+    facts_of = (one.facts for one in with_draws_apart(store).comparisons if one.comparison_id in claimed)
+    notes += dict.fromkeys(f"{facts.model}: {words}" for facts in facts_of if (words := layers_words(facts)))
     title = CLAIMS_OF_LAYERS if rows["ours_of"].eq("layer").all() else CLAIMS_OF_MODELS
-    ran = measured(store)
-    used = {name: said_once(ran[name]) for name in ("device", "links")}
-    how = "; ".join([said_once(ran["mode"]), *(f"{name} {words}" for name, words in used.items() if words)])
-    return Table(rows, columns, title.format(how), notes)
+    about = comparisons(with_draws_apart(store)).set_index(COMPARISON)
+    ran = about.loc[list(measured(store)[COMPARISON].itertuples(index=False, name=None))]
+    device = said_once((name,) for name in ran["device"].dropna())
+    links = said_once(links_parts(facts, in_column=True) for facts in ran["facts"])
+    how = [
+        said_once(map(how_parts, ran["run"], ran["facts"])),
+        device and f"device {device}",
+        links and f"links {links}",
+    ]
+    return Table(rows, columns, title.format("; ".join(filter(None, how))), notes)
 
 
 def _ours(row: Row, column: str, none: str = "not measured") -> str:

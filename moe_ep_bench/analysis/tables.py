@@ -307,7 +307,7 @@ VIEWS = {
     ),
 }
 # Columns that are no values of a cell.
-_HIDDEN = ["facts", "settings"]
+_HIDDEN = ["run", "facts", "settings"]
 MAIN = ("layer", "model", REHEARSAL, "route", "served", "texts", "claims", "tasks")
 
 

@@ -22,6 +22,7 @@ from moe_ep_bench.facts import (
     Component,
     CountedLayers,
     DeviceFacts,
+    Environment,
     ExchangeFacts,
     ExpertFacts,
     JudgedFacts,
@@ -71,6 +72,10 @@ _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nc
 # What a token has a copy for, in a line and in a sentence.
 _COPIES = {"rank": "(token, rank)", "node": "(token, other node)", "pair": "(token, expert) pair"}
 _ONE_FOR_EACH = {"rank": "rank", "node": "other node", "pair": "expert"}
+
+
+Parts = tuple[str, ...]
+"""What stands between the commas of a line; several lines say what they share once (``said_once``)."""
 
 
 class Line(NamedTuple):
@@ -208,21 +213,21 @@ def _plan_parts(name: str, settings: Mapping[str, Setting], short: Collection[st
 # ---- what ran --------------------------------------------------------------------------------------------------------
 
 
-def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
+def how_parts(run: RunFacts, facts: ComparisonFacts) -> Parts:
     """How the numbers came about."""
     words = MODE_WORDS[run.mode]
     if isinstance(facts, TimedFacts):
         if facts.mixes_machines:
-            return mixed_words(run.scope, facts.scale)
+            return mixed_parts(run.scope, facts.scale)
         if facts.device is not None:
             words = ELSEWHERE if facts.is_elsewhere else MODELLED
-    return f"whole models, {words}" if run.scope == "model" and run.mode != "serve" else words
+    return (*["whole models"] * (run.scope == "model" and run.mode != "serve"), words)
 
 
-def mixed_words(scope: str, scale: float) -> str:
+def mixed_parts(scope: str, scale: float) -> Parts:
     """How numbers came about whose experts are of a CPU and whose links are of GPUs."""
     machines = f"MIXED MACHINES: experts of this CPU ({scale_words(scale)}) behind links of GPUs"
-    return f"{'whole models, ' * (scope == 'model')}{MODE_WORDS['emulated']}, {machines}"
+    return (*["whole models"] * (scope == "model"), MODE_WORDS["emulated"], machines)
 
 
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
@@ -254,41 +259,35 @@ def layer_words(facts: TimedFacts) -> str:
     return f"{experts}{permuted}"
 
 
-def ran_on_words(run: RunFacts, facts: ComparisonFacts, *, in_short: bool = False) -> str:
+def ran_on_parts(environment: Environment, facts: ComparisonFacts, *, in_short: bool = False) -> Parts:
     """The devices and how many ranks used them, without what carried the collectives; empty where nothing ran."""
-    environment = run.environment
     if isinstance(facts, ServedFacts):
-        return environment.device_name if facts.url is None else facts.url
+        return (environment.device_name if facts.url is None else facts.url,)
     if not isinstance(facts, TimedFacts):
-        return ""
+        return ()
     if facts.device is not None:
-        described = modelled_device(facts.device, facts.expert_rows) if in_short else device_words(facts)
-        return f"{facts.world_size} ranks, {described}"
+        described = modelled_device(facts.device, facts.expert_rows) if in_short else (device_words(facts),)
+        return (f"{facts.world_size} ranks", *described)
     if facts.links is not None:
-        return f"{environment.device_name} in place of {facts.world_size} ranks"
-    words = (
-        f"{environment.device_name} x {facts.world_size} rank{'' if facts.world_size == 1 else 's'}, {facts.backend}"
-    )
+        return (f"{environment.device_name} in place of {facts.world_size} ranks",)
+    ranks = f"{environment.device_name} x {facts.world_size} rank{'' if facts.world_size == 1 else 's'}"
     if facts.backend != "nccl":
-        return words
-    words += f" {environment.nccl}" if environment.nccl else ""
-    return words + (f", driver {environment.driver}" if environment.driver else "")
+        return (ranks, facts.backend)
+    nccl = f"{facts.backend} {environment.nccl}" if environment.nccl else facts.backend
+    return (ranks, nccl, *([f"driver {environment.driver}"] if environment.driver else []))
 
 
-def said_once(values: Iterable[str | None]) -> str:
-    """What comparisons share is said once, part by part between commas; of many the first and the last."""
-    different = list(dict.fromkeys(value for value in values if isinstance(value, str)))
-    if len(different) < 2:
-        return "".join(different)
-    parts = [value.split(", ") for value in different]
-    start = _shared_start(parts)
-    end = _shared_start([part[len(start) :][::-1] for part in parts])[::-1]
-    own = [", ".join(part[len(start) : len(part) - len(end)]) for part in parts]
-    if "" in own:
-        start, own, end = [], different, []
+def said_once(lines: Iterable[Parts]) -> str:
+    """What several lines share at either end is said once; of many the first and the last."""
+    different = list(filter(None, dict.fromkeys(lines)))
+    start = _shared_start(different)
+    end = _shared_start([parts[len(start) :][::-1] for parts in different])[::-1]
+    if len(different) > 1 and len(start) + len(end) in map(len, different):
+        start, end = [], []
+    own = [", ".join(parts[len(start) : len(parts) - len(end)]) for parts in different]
     if len(own) > 3:
         own[1:-1] = [f"{len(own) - 2} more"]
-    return ", ".join([*start, " / ".join(own), *end])
+    return ", ".join(filter(None, [*start, " / ".join(own), *end]))
 
 
 def _shared_start(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -312,11 +311,11 @@ def device_name(device: DeviceFacts, experts: ExpertFacts | None) -> str:
     return device.name if experts is None else f"experts {_elsewhere(experts)}"
 
 
-def modelled_device(device: DeviceFacts, experts: ExpertFacts | None) -> str:
+def modelled_device(device: DeviceFacts, experts: ExpertFacts | None) -> Parts:
     """The same in a line of its own."""
     if experts is None:
-        return f"modelled by devices/{device.name}"
-    return f"{device_name(device, experts)}, the rest modelled"
+        return (f"modelled by devices/{device.name}",)
+    return device_name(device, experts), "the rest modelled"
 
 
 def device_words(facts: TimedFacts) -> str:
@@ -375,30 +374,32 @@ def _expert_words(experts: ExpertFacts, num_tokens: int | None) -> str:
     return f"experts {_elsewhere(experts)}: {shape}, EP {experts.ep_size}: {rows}"
 
 
-def links_name(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
-    """Links in a column of a table: their file and its scale, or who measured them."""
+def links_parts(facts: ComparisonFacts, *, in_column: bool = False) -> Parts:
+    """Links that are modelled, in a line of their own or in a column of a table; empty where none is."""
+    if not isinstance(facts, TimedFacts) or facts.links is None:
+        return ()
+    return _links_parts(facts.links, facts.exchange, in_column=in_column)
+
+
+def _links_parts(links: LinksFacts, exchange: ExchangeFacts | None, *, in_column: bool = False) -> Parts:
+    """Their file and its scale, or who measured them."""
     by = links.measured_by if exchange is None else exchange.measured_by
     if by is not None:
-        return f"{MEASURED_ELSEWHERE} ({measured_by_words(by)})"
-    return links.name if links.bandwidth_scale == 1 else f"{links.name}, bandwidth x {links.bandwidth_scale:g}"
-
-
-def modelled_links(links: LinksFacts, exchange: ExchangeFacts | None) -> str:
-    """The same in a line of its own."""
-    by = links.measured_by if exchange is None else exchange.measured_by
-    return f"{'modelled by links/' if by is None else ''}{links_name(links, exchange)}"
+        return (f"{MEASURED_ELSEWHERE} ({measured_by_words(by)})",)
+    name, scale = f"{'' if in_column else 'modelled by links/'}{links.name}", links.bandwidth_scale
+    return (name, *([] if scale == 1 else [f"bandwidth x {scale:g}"]))
 
 
 def describe_links(links: LinksFacts, exchange: ExchangeFacts | None = None) -> str:
     """Which model of links, and which rows of an exchange, made a number: to stand beside it."""
+    name = ", ".join(_links_parts(links, exchange))
     if exchange is not None:
-        return f"{modelled_links(links, exchange)}: {exchange_words(exchange)}; others {describe_links(links)}"
+        return f"{name}: {exchange_words(exchange)}; others {describe_links(links)}"
     if links.measured_by is not None:
         how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
-        return f"{modelled_links(links, None)}: {how} direction; {links.name}"
+        return f"{name}: {how} direction; {links.name}"
     sides = ((f"inside a node of {links.ranks_per_node}", links.intra), ("between nodes", links.inter))
-    parts = [f"{where} {_link_words(link)}" for where, link in sides if link is not None]
-    return f"{modelled_links(links, None)}: {'; '.join(parts)}"
+    return f"{name}: {'; '.join(f'{where} {_link_words(link)}' for where, link in sides if link is not None)}"
 
 
 def _link_words(link: LinkFacts) -> str:
@@ -606,71 +607,81 @@ def component_words(component: Component) -> str:
 
 def title_words(facts: Subject | JudgedFacts | ServedFacts) -> str:
     """Model, extent, sizes and traffic."""
+    return ", ".join(title_parts(facts))
+
+
+def title_parts(facts: Subject | JudgedFacts | ServedFacts) -> Parts:
+    """The same in parts."""
     if facts.title is not None:
-        return facts.title
+        return (facts.title,)
     if isinstance(facts, RoutedFacts):
-        return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {traffic_words(facts.workload)}"
+        return (facts.model, tokens_words(facts.num_tokens), f"EP {facts.num_ranks}", *traffic_parts(facts.workload))
     if isinstance(facts, JudgedFacts):
-        return f"{facts.model}, EP {facts.num_ranks}, {_asked_words(facts)}"
+        return (facts.model, f"EP {facts.num_ranks}", *_asked_parts(facts))
     if isinstance(facts, ServedFacts):
         load = f"{facts.rate:g} requests/s" if facts.concurrency is None else f"{facts.concurrency} in flight"
-        return f"{facts.model}, {load}, {facts.num_batches} rounds of {facts.requests} requests"
+        return (facts.model, load, f"{facts.num_batches} rounds of {facts.requests} requests")
     workload = facts.workload
-    parts = (
+    return (
         facts.model + (f" x {facts.scale:g}" if facts.scale not in (1, None) else ""),
-        _extent_words(facts.whole) if facts.whole else "",
-        sizes_words(facts),
-        traffic_words(workload),
-        _layer_words(workload.layer, workload.layers) if workload.layer is not None and not facts.whole else "",
-        "CUDA graph" if facts.cuda_graph else "",
+        *(_extent_parts(facts.whole) if facts.whole else ()),
+        *sizes_parts(facts),
+        *traffic_parts(workload),
+        *([_layer_words(workload.layer, workload.layers)] if workload.layer is not None and not facts.whole else []),
+        *["CUDA graph"] * bool(facts.cuda_graph),
     )
-    return ", ".join(filter(None, parts))
 
 
-def _asked_words(facts: JudgedFacts) -> str:
+def _asked_parts(facts: JudgedFacts) -> Parts:
     """The text, and how much of it at a time; or the task."""
     if facts.task is not None:
-        return f"{facts.task}, {'its own shots' if facts.num_fewshot is None else f'{facts.num_fewshot}-shot'}"
-    size = f"{facts.num_sequences} sequences of {facts.sequence_length} tokens, {facts.batch_size} at a time"
-    return f"{facts.text}, {size}"
+        return facts.task, "its own shots" if facts.num_fewshot is None else f"{facts.num_fewshot}-shot"
+    size = f"{facts.num_sequences} sequences of {facts.sequence_length} tokens"
+    return str(facts.text), size, f"{facts.batch_size} at a time"
 
 
-def _extent_words(whole: ModelExtent) -> str:
+def _extent_parts(whole: ModelExtent) -> Parts:
     """How much of a whole model, and its stage."""
     cut = f"first {whole.num_layers} of" if whole.num_layers < whole.of_layers else "all"
     stage = f"decode after {tokens_words(whole.context_length)}" if whole.context_length else "prefill"
-    return f"{cut} {whole.of_layers} layers, {stage}"
+    return f"{cut} {whole.of_layers} layers", stage
 
 
-def sizes_words(facts: Subject) -> str | None:
+def sizes_parts(facts: Subject) -> Parts:
     """Ranks, tokens of all of them together, and those of a rank, from the least to the most."""
-    sizes = f"EP {facts.num_ranks}, {tokens_words(facts.num_tokens)}"
-    if facts.sizes is not None or facts.rank_tokens is None:
-        return facts.sizes or sizes
+    if facts.sizes is not None:
+        return (facts.sizes,)
+    ranks, tokens = f"EP {facts.num_ranks}", tokens_words(facts.num_tokens)
+    if facts.rank_tokens is None:
+        return ranks, tokens
     least, most = facts.rank_tokens
-    return f"{sizes} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
+    return ranks, f"{tokens} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
 
 
 def traffic_words(workload: Workload) -> str:
     """Where tokens come from: a skew, or recordings with their stage; and the padding."""
+    return ", ".join(traffic_parts(workload))
+
+
+def traffic_parts(workload: Workload) -> Parts:
+    """The same in parts."""
     skew, counted, peak = workload.skew, workload.counted, _peak_words(workload)
     if workload.recording is not None:
-        domains = " + ".join(source.domain for source in workload.recording.sources)
-        words = f"{domains}, {workload.stage}, {_tail_words(workload)}"
+        parts = [" + ".join(source.domain for source in workload.recording.sources)]
+        parts += [str(workload.stage), _tail_words(workload)]
     elif workload.is_balanced:
-        words = "balanced loads"
+        parts = ["balanced loads"]
     elif (pattern := workload.targets.get("pattern") if skew is None else skew.name) is not None:
-        words = pattern.replace("_", " ") + (f" skew of {skew.of}" if skew is not None and skew.of else "")
-        words += peak and f", {peak}"
+        of = f" skew of {skew.of}" if skew is not None and skew.of else ""
+        parts = [pattern.replace("_", " ") + of, *filter(None, [peak])]
     elif counted is not None:
-        words = f"loads of {_layer_words(counted.layer, workload.layers)} of {counted.file}"
+        parts = [f"loads of {_layer_words(counted.layer, workload.layers)} of {counted.file}"]
     else:
-        words = peak or "no skew"
+        parts = [peak or "no skew"]
     if workload.is_one_draw:
-        draws = f"{len(workload.seeds)} draws" if workload.seeds else "one draw"
-        words += f", experts placed at random, {draws}"
+        parts += ["experts placed at random", f"{len(workload.seeds)} draws" if workload.seeds else "one draw"]
     num_padding = (workload.padding or {}).get("per_rank")
-    return words + (f", {num_padding:,} padding a rank" if num_padding else "")
+    return (*parts, *([f"{num_padding:,} padding a rank"] if num_padding else []))
 
 
 def _peak_words(workload: Workload) -> str:
@@ -680,40 +691,55 @@ def _peak_words(workload: Workload) -> str:
     return "" if workload.peak_load is None else f"peak load {workload.peak_load:g}"
 
 
-def workload_words(facts: ComparisonFacts) -> str:
+def workload_parts(facts: ComparisonFacts | JudgedFacts | ServedFacts) -> Parts:
     """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
-    workload = facts.workload
-    drawn = "" if facts.routing_checksum is None else f", routing checksum {facts.routing_checksum}"
+    if not isinstance(facts, ComparisonFacts):
+        return ()
+    workload, is_routed = facts.workload, isinstance(facts, RoutedFacts)
+    first, *parts = _workload_parts(facts, is_named=not is_routed)
+    if not is_routed:
+        first = f"{workload.kind} workload: {first}"
+        parts += [f"tail model: {workload.tail_model}"] * (workload.kind == "recorded" and bool(workload.tail_model))
+    if facts.routing_checksum is not None:
+        parts.append(f"routing checksum {facts.routing_checksum}")
     if facts.load_overlap is not None:
-        drawn += f", neighbouring batches share {facts.load_overlap:.0%} of their loads"
-    if isinstance(facts, RoutedFacts):
-        return describe_workload(facts) + drawn
-    tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
-    return f"{workload.kind} workload: {describe_workload(facts, is_named=True)}{tail}{drawn}"
+        parts.append(f"neighbouring batches share {facts.load_overlap:.0%} of their loads")
+    return (first, *parts)
 
 
-def describe_workload(facts: Subject, *, is_named: bool = False) -> str:
-    """The batches in one line: what they were drawn from, targets, sizes and the seed.
+def describe_workload(facts: Subject) -> str:
+    """The batches in one line: what they were drawn from, targets, sizes and the seed."""
+    return ", ".join(_workload_parts(facts))
+
+
+def _workload_parts(facts: Subject, *, is_named: bool = False) -> Parts:
+    """The same in parts.
 
     Args:
         is_named: the workload's kind stands ahead of it.
     """
     workload = facts.workload
     if workload.description is not None:  # of an older version, which begins with the kind
-        return workload.description.removeprefix(f"{workload.kind} ") if is_named else workload.description
+        return (workload.description.removeprefix(f"{workload.kind} ") if is_named else workload.description,)
     if workload.recording is not None:
-        return _recorded_words(workload, workload.recording)
-    source, counted, skew = "", workload.counted, workload.skew
+        return _recorded_parts(workload, workload.recording)
+    counted, skew = workload.counted, workload.skew
+    drawn = "softmax scores" if is_named else "synthetic softmax scores"
+    source = []
     if counted is not None:
         few = f" ({counted_words(counted)})" if counted.dense or counted.missing else ""
-        source = f"synthetic, loads of {_layer_words(counted.layer, workload.layers)} counted in {counted.file}{few}; "
+        of = f"loads of {_layer_words(counted.layer, workload.layers)} counted in {counted.file}{few}"
+        source = ["synthetic", f"{of}; synthetic softmax scores"]
     elif skew is not None:
-        source = f"synthetic, {basis_words(skew)}; "
-    targets = ", ".join(_target_words(workload)) or "no skew asked for"
-    size = f"{workload.num_batches} x {workload.num_tokens} tokens in sequences of {workload.sequence_length}"
-    shape = f"{facts.num_experts} experts, top-{facts.top_k}"
-    scores = "softmax scores" if is_named and not source else "synthetic softmax scores"
-    return f"{source}{scores}, {targets}, {shape}, {size}, {_seed_words(workload)}"
+        source = ["synthetic", f"{basis_words(skew)}; synthetic softmax scores"]
+    return (
+        *(source or [drawn]),
+        *(list(_target_words(workload)) or ["no skew asked for"]),
+        f"{facts.num_experts} experts",
+        f"top-{facts.top_k}",
+        f"{workload.num_batches} x {workload.num_tokens} tokens in sequences of {workload.sequence_length}",
+        _seed_words(workload),
+    )
 
 
 def _target_words(workload: Workload) -> Iterator[str]:
@@ -737,7 +763,7 @@ def _target_words(workload: Workload) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def _recorded_words(workload: Workload, recording: Recording) -> str:
+def _recorded_parts(workload: Workload, recording: Recording) -> Parts:
     sources = recording.sources
     if workload.tokens_per_request is not None:
         requests, tokens = (workload.num_tokens or 0) // workload.tokens_per_request, workload.tokens_per_request
@@ -745,16 +771,18 @@ def _recorded_words(workload: Workload, recording: Recording) -> str:
     else:
         recorded = sum(source.num_tokens for source in sources)
         size = f"x {workload.num_tokens} tokens in whole sequences of {recorded} recorded tokens"
-    domains = " + ".join(source.domain for source in sources)
     origins = dict.fromkeys(f"{source.stage} by {source.source} ({source.licence})" for source in sources)
-    assumed = "scores assumed, " if workload.scores_assumed else ""
-    layer = _layer_words(workload.layer, workload.layers)
-    if workload.order == "arrival":
-        ahead = f" after {workload.num_history} batches that plans know" if workload.num_history else ""
-        size += f", in order of arrival{ahead}"
+    ahead = f" after {workload.num_history} batches that plans know" if workload.num_history else ""
     return (
-        f"{recording.model}, {layer}, {assumed}{domains}, recorded in {' and '.join(origins)}, "
-        f"{workload.num_batches} {size}, {_tail_words(workload)}, {_seed_words(workload)}"
+        recording.model,
+        _layer_words(workload.layer, workload.layers),
+        *["scores assumed"] * workload.scores_assumed,
+        " + ".join(source.domain for source in sources),
+        f"recorded in {' and '.join(origins)}",
+        f"{workload.num_batches} {size}",
+        *[f"in order of arrival{ahead}"] * (workload.order == "arrival"),
+        _tail_words(workload),
+        _seed_words(workload),
     )
 
 

@@ -44,7 +44,9 @@ def main() -> None:
     options = parser.parse_args()
     policy = json.loads(os.environ.get("MOE_EP_BENCH_POLICY", "{}")).get("name")
     if policy and policy == options.fails_under:
-        print("Traceback: much\nmoe-ep-bench: MOE_EP_BENCH_POLICY: it does not fit\nmore", flush=True)
+        print("Traceback: much\nmore", flush=True)
+        with open(os.environ["MOE_EP_BENCH_REFUSAL"], "w") as file:
+            file.write("MOE_EP_BENCH_POLICY: it does not fit")
         sys.exit(2)
     if policy and options.fails_if and os.path.exists(options.fails_if):
         sys.exit(2)

@@ -300,6 +300,12 @@ def test_a_program_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
         Server("no-such-program {port}", "m", os.environ, tmp_path / "log", 60).start()
 
 
+def test_an_older_start_s_refusal_is_none_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "server.refusal").write_text("of an older start")
+    with pytest.raises(ServerError, match="the server ended with status 3: what it printed"):
+        Server("sh -c 'echo what it printed; exit 3'", "m", os.environ, tmp_path / "server.log", 60).start()
+
+
 @pytest.mark.slow
 def test_sigterm_ends_the_command_and_all_servers(tmp_path: Path) -> None:
     config = config_in(tmp_path, "--child --first-ms 500")
@@ -535,7 +541,7 @@ def test_a_lost_server_is_a_row_with_its_reason_and_the_others_go_on(
     assert reasons == {
         "topk": (
             "failed",
-            "the server ended with status 2: moe-ep-bench: MOE_EP_BENCH_POLICY: it does not fit",
+            "the server ended with status 2: MOE_EP_BENCH_POLICY: it does not fit",
         ),
         "token_drop": ("failed", "the warm-up: the server ended with status 3: out of memory"),
         "lynx": ("timeout", "did not answer within 15 s (serve.start_s)"),

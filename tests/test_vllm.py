@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.serving import POLICY, RECORD, backends
+from moe_ep_bench.serving import POLICY, RECORD, REFUSAL, backends
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.step import COUNTS
 from moe_ep_bench.workload.trace import open_trace
@@ -436,7 +436,10 @@ def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
     if policy.startswith("broken"):
         (tmp_path / "broken.py").write_text("class Mine(:\n")
         policy = json.dumps({"name": f"{tmp_path / policy}"})
-    assert expected in refused(model, **{POLICY: policy})
+    refusal = tmp_path / "refusal"
+    line = refused(model, **{POLICY: policy, REFUSAL: str(refusal)})
+    assert expected in line
+    assert line == f"moe-ep-bench: {refusal.read_text()}"
 
 
 def refused(model: Path, **variables: str) -> str:

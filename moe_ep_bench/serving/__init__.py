@@ -5,6 +5,7 @@
 ``MOE_EP_BENCH_RECORD_GIB``     how much may wait in memory to be written, 4 unless said otherwise
 ``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON; with ``acts_in``, a list of ``prefill`` and
                                 ``decode``, in place of the policy's own
+``MOE_EP_BENCH_REFUSAL``        a file that gets why the plugin refuses to serve (``server``)
 ==============================  =======================================================================================
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing n
     from moe_ep_bench.quality.checkpoint import MoELayer
 
 RECORD, LIMIT, POLICY = "MOE_EP_BENCH_RECORD", "MOE_EP_BENCH_RECORD_GIB", "MOE_EP_BENCH_POLICY"
+REFUSAL = "MOE_EP_BENCH_REFUSAL"
 
 
 @dataclass(frozen=True, kw_only=True)

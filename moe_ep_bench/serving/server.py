@@ -23,6 +23,7 @@ import psutil
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.runtime.torchrun import STOPPED_WORDS, end_with_parent
+from moe_ep_bench.serving import REFUSAL
 from moe_ep_bench.serving.client import model_at
 
 _PORTS_TRIED = 3
@@ -50,6 +51,7 @@ class Server:
 
     def __init__(self, command: str, model: str, variables: Mapping[str, str], log: Path, limit_s: float) -> None:
         self.command, self.model, self.variables, self.log, self.limit_s = command, model, variables, log, limit_s
+        self.refusal = log.with_suffix(".refusal").absolute()  # why the plugin did not let it serve
         self.process: subprocess.Popen[bytes] | None = None
         self.port = 0
 
@@ -82,11 +84,12 @@ class Server:
         words = shlex.split(self.command)
         words = [word.replace("{model}", self.model).replace("{port}", str(self.port)) for word in words]
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.refusal.unlink(missing_ok=True)
         with self.log.open("wb") as log:
             try:
                 self.process = subprocess.Popen(
                     words,
-                    env=dict(self.variables),
+                    env={**self.variables, REFUSAL: str(self.refusal)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -118,7 +121,7 @@ class Server:
             except httpx2.HTTPError as error:
                 problem = f"/v1/models: {str(error) or type(error).__name__}"
             time.sleep(_POLL_S)
-        said = ": ".join(filter(None, (brief(problem, 200, quoted=False), self._last_line())))
+        said = ": ".join(filter(None, (brief(problem, 200, quoted=False), self._said())))
         raise ServerError("timeout", f"did not answer within {self.limit_s:g} s (serve.start_s){said and f': {said}'}")
 
     def died(self) -> str | None:
@@ -127,15 +130,15 @@ class Server:
         if status is None:
             return None
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        said = self._last_line()
+        said = self._said()
         return f"the server ended with {how}{said and f': {said}'}"
 
-    def _last_line(self) -> str:
-        """What it printed last, of errors the first line that names one."""
-        with contextlib.suppress(OSError):
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            own = [line for line in lines if line.startswith("moe-ep-bench: ")]
-            return brief((own or lines)[-1], 300, quoted=False) if lines else ""
+    def _said(self) -> str:
+        """Why the plugin refused it, or else what it printed last."""
+        for path in (self.refusal, self.log):
+            with contextlib.suppress(OSError):
+                if lines := [line for line in path.read_text(errors="replace").splitlines() if line.strip()]:
+                    return brief(lines[-1], 300, quoted=False)
         return ""
 
     def _processes(self) -> list[psutil.Process]:

@@ -40,7 +40,7 @@ from typing import Any
 from moe_ep_bench import __version__
 from moe_ep_bench.config import label_of
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.serving import POLICY, Settings, check_config, check_policy, graphs_of, num_ranks, settings
+from moe_ep_bench.serving import POLICY, REFUSAL, Settings, check_config, check_policy, graphs_of, num_ranks, settings
 
 RUN = "0.32"
 # What the plugin wraps or reads, as module and name.
@@ -114,6 +114,8 @@ def register() -> None:
 
 def _end(problem: object) -> None:
     print(f"moe-ep-bench: {problem}", file=sys.stderr, flush=True)
+    if path := os.environ.get(REFUSAL):
+        Path(path).write_text(str(problem), encoding="utf-8")
     raise SystemExit(2)
 
 

@@ -199,14 +199,14 @@ def crossing_metrics(
     load_R: NDArray[np.int64],
     copies_R: NDArray[np.int64],
     copies_N: NDArray[np.int64],
-    rank: int,
+    rank: int | NDArray[np.int64],
     ranks_per_node: int = RANKS_PER_NODE,
-) -> dict[str, int]:
-    """What of a source rank's pairs and copies goes to others (``routing_metrics``)."""
+) -> dict[str, Any]:
+    """Pairs and copies of a source rank that go to others (``routing_metrics``): ints, or lists of some ranks."""
     return {
-        "crossing_pairs": int(load_R.sum() - load_R[rank]),
-        "crossing_copies": int(copies_R.sum() - copies_R[rank]),
-        "crossing_node_copies": int(copies_N.sum() - copies_N[rank // ranks_per_node]),
+        "crossing_pairs": (load_R.sum() - load_R[rank]).tolist(),
+        "crossing_copies": (copies_R.sum() - copies_R[rank]).tolist(),
+        "crossing_node_copies": (copies_N.sum() - copies_N[rank // ranks_per_node]).tolist(),
     }
 
 

@@ -125,19 +125,22 @@ class Router:
 
     def context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
         """The context of a rank's tokens as the case's policy sees it, its randomness at its start."""
+        return self._seen(case, tokens, tokens.context)
+
+    def _sharing_context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
+        """The same for what nobody times: all cases take the model's own choice as it was worked out once."""
+        return self._seen(case, tokens, tokens.sharing_context)
+
+    def _seen(self, case: CaseSpec, tokens: Tokens, context: RoutingContext) -> RoutingContext:
         generator = None
         if case.policy is not None and getattr(case.policy, "draws", True):  # A user's own need not say that it does.
             place = [key for key in (tokens.layer, tokens.number or None) if key is not None]
             device, seed = tokens.workload_scores_TE.device, self.point.experiment.layer.seed
             generator = seeded_generator(device, seed, DRAWS, batch_seed(tokens.batch), tokens.rank, *place)
-        load_RE, context = self.carried(case, tokens.layer, tokens.batch), case.visible(tokens.context)
+        load_RE, context = self.carried(case, tokens.layer, tokens.batch), case.visible(context)
         if generator is None and load_RE is None:
             return context
         return replace(context, generator=generator, load_E=None if load_RE is None else load_RE[tokens.rank])
-
-    def _sharing_context(self, case: CaseSpec, tokens: Tokens) -> RoutingContext:
-        """The same for what nobody times: all cases take the model's own choice as it was worked out once."""
-        return replace(self.context(case, tokens), top_k_TE=tokens.top_k_TE)
 
     def enter(self, case: CaseSpec, stack: Stack, layers: Mapping[int | None, Tokens]) -> None:
         """Put the case's routing of a rank's tokens, by layer, into the MoE layers of ``stack``."""

@@ -76,7 +76,12 @@ class Tokens:
 
     @cached_property
     def of_scores(self) -> ScoreMetrics:
-        return score_metrics(self.scores_TE, replace(self.context, top_k_TE=self.top_k_TE))
+        return score_metrics(self.scores_TE, self.sharing_context)
+
+    @cached_property
+    def sharing_context(self) -> RoutingContext:
+        """The context with the model's own choice as it was worked out once."""
+        return replace(self.context, top_k_TE=self.top_k_TE)
 
     def at(self, rank: int) -> Tokens:
         """The same tokens as those of another rank for which this one stands."""

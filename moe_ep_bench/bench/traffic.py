@@ -9,7 +9,7 @@ statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -225,7 +225,7 @@ def _elsewhere(
     if not others:
         return []
     if case.policy is None or not case.policy.knows_rank:
-        return [(row | _seen_from(row, rank, slots, point.ranks_per_node), parts) for rank in others]
+        return [(row | seen, parts) for seen in _seen_from(row, others, slots, point.ranks_per_node)]
     if not case.policy.fills_experts_apart or tokens.context.modality_T is not None:
         return [_route_case(router, case, slots, tokens.at(rank), stats_MSE) for rank in others]
     maps_TE, of_scores = router.chosen_apart(case, tokens), tokens.of_scores
@@ -243,11 +243,12 @@ def _elsewhere(
     ]
 
 
-def _seen_from(row: Row, rank: int, slots: Slots, ranks_per_node: int) -> Row:
-    """What differs in a row of the same tokens on another rank."""
-    of_all = row["load_R"], row["copies_R"], row["copies_N"]
-    moved = {} if slots.is_contiguous else slots.moved_bytes(rank)
-    return {"rank": rank, **crossing_metrics(*of_all, rank, ranks_per_node), **moved}
+def _seen_from(row: Row, ranks: Sequence[int], slots: Slots, ranks_per_node: int) -> Iterator[Row]:
+    """What differs in a row of the same tokens on each of some other ranks."""
+    crossing = crossing_metrics(row["load_R"], row["copies_R"], row["copies_N"], np.array(ranks), ranks_per_node)
+    for rank, *counts in zip(ranks, *crossing.values(), strict=True):
+        moved = {} if slots.is_contiguous else slots.moved_bytes(rank)
+        yield {"rank": rank, **dict(zip(crossing, counts, strict=True)), **moved}
 
 
 def _route_case(

@@ -71,8 +71,7 @@ class HostSteps(Steps):
         return map_TE
 
     def load_of(self, map_TE: Tensor) -> Tensor:
-        parts = _in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE))
-        return torch.from_numpy(np.sum(parts, axis=0)).double()
+        return torch.from_numpy(_load_of(map_TE)).double()
 
     def histogram(self, scores_TE: Tensor, map_TE: Tensor) -> Tensor:
         scores = _array(scores_TE)
@@ -113,15 +112,15 @@ class HostSteps(Steps):
         return weights_TE
 
     def within_capacity(self, candidates_TE: Tensor, keys_TE: Tensor, capacity: int, num_shared: int) -> Tensor:
-        load_G = self.load_of(candidates_TE).long().view(-1, num_shared).sum(dim=1)
-        if not bool((load_G > capacity).any()):
+        load_G = _load_of(candidates_TE).reshape(-1, num_shared).sum(axis=1)
+        if load_G.max(initial=0) <= capacity:
             return candidates_TE
         map_TE = torch.zeros(candidates_TE.shape, dtype=torch.bool)
         if capacity > 0:
-            keys, load = _array(keys_TE), _array(load_G)
+            keys = _array(keys_TE)
             least = keys.dtype.type(lowest(keys_TE))
             candidates = _array(candidates_TE).view(np.uint8)
-            row_selection.within_capacity(candidates, keys, load, capacity, num_shared, least, _array(map_TE))
+            row_selection.within_capacity(candidates, keys, load_G, capacity, num_shared, least, _array(map_TE))
         return map_TE
 
     def least_loaded(
@@ -165,6 +164,11 @@ class SharedSteps(HostSteps):
                     del self._known[next(iter(self._known))]
                 self._known[key] = stats_SE, function(stats_SE, num_ranks)
             return self._known[key][1]
+
+
+def _load_of(map_TE: Tensor) -> np.ndarray:
+    """Marks of every column: int64 [E]."""
+    return np.sum(_in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE)), axis=0)
 
 
 def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:

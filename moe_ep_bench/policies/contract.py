@@ -23,7 +23,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+)
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -404,14 +415,13 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
     if scores_TE.dtype != torch.float32:
         raise UserError(f"scores_TE: expected float32, got {scores_TE.dtype}")
     num_tokens, num_experts = scores_TE.shape
-    _require(1 <= context.top_k <= num_experts, "top_k", f"1 to {num_experts} (the experts)", context.top_k)
-    _require(
-        context.num_ranks >= 1 and num_experts % context.num_ranks == 0,
-        "num_ranks",
-        f"a divisor of the {num_experts} experts",
-        context.num_ranks,
-    )
-    _require(0 <= context.rank < context.num_ranks, "rank", f"0 to {context.num_ranks - 1}", context.rank)
+    num_ranks = context.num_ranks
+    if not 1 <= context.top_k <= num_experts:
+        _refuse("top_k", f"1 to {num_experts} (the experts)", context.top_k)
+    if num_ranks < 1 or num_experts % num_ranks:
+        _refuse("num_ranks", f"a divisor of the {num_experts} experts", num_ranks)
+    if not 0 <= context.rank < num_ranks:
+        _refuse("rank", f"0 to {num_ranks - 1}", context.rank)
     for name, length in (
         ("bias_E", num_experts),
         ("load_E", num_experts),
@@ -420,10 +430,10 @@ def check_inputs(scores_TE: Tensor, context: RoutingContext) -> None:
         ("modality_T", num_tokens),
     ):
         value = getattr(context, name)
-        if value is not None:
-            _require(value.shape == (length,), name, f"shape ({length},)", tuple(value.shape))
-    if context.token_mask_T is not None:
-        _require(context.token_mask_T.dtype == torch.bool, "token_mask_T", "bool", context.token_mask_T.dtype)
+        if value is not None and value.shape != (length,):
+            _refuse(name, f"shape ({length},)", tuple(value.shape))
+    if context.token_mask_T is not None and context.token_mask_T.dtype != torch.bool:
+        _refuse("token_mask_T", "bool", context.token_mask_T.dtype)
     if scores_TE.numel() == 0 or context.top_k_TE is not None:  # Who chose it has seen the scores.
         return
     # One pass over the scores: NaN is both least and largest where there is one, and fails both comparisons.
@@ -444,6 +454,5 @@ def check_routing(routing: object, scores_TE: Tensor) -> None:
             raise UserError(f"expected {dtype} {shape}, got {got}", name)
 
 
-def _require(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise UserError(f"expected {expected}, got {got}", name)
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    raise UserError(f"expected {expected}, got {got}", name)

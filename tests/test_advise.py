@@ -29,7 +29,7 @@ from results_builder import (
 from trace_files import write_trace
 
 from moe_ep_bench.analysis import page, turns
-from moe_ep_bench.analysis.advice import Growth, advice_lines, growth_words, read_advice
+from moe_ep_bench.analysis.advice import Growth, Note, advice_lines, growth_words, note_lines, read_advice
 from moe_ep_bench.analysis.advise import advice_text, advise, write_answer
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.page import page_of
@@ -321,6 +321,19 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
     ]
     assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
     assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
+
+
+def test_layers_for_which_one_stands_are_noted_once_and_warnings_as_such(tmp_path: Path) -> None:
+    layers = {"num_layers": 3, "relief": [1.1, 1.2, 1.4]}
+    skew = {"name": "mine", "basis": "recorded", "source": "somebody", "layers": layers}
+    workload = {"kind": "synthetic", "tail_model": None, "skew": skew}
+    for name, facts in (("alike", {}), ("apart", {"workload": workload})):
+        advice = advise(load_timed(write_run(tmp_path / name, swept(0.8, 1.5, **facts))), BOUNDS)
+        lines = list(map(str, note_lines(advice)))
+        assert sum(line.startswith("one layer stands for 3: ") for line in lines) == (name == "apart")
+        assert [note.kind for note in advice.notes].count("layers_differ") == (name == "apart")
+    warned = advice.model_copy(update={"notes": [Note(kind="warning", text="{of results}")]})
+    assert list(map(str, note_lines(warned))) == ["warning: {of results}"]
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:

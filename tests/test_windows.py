@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from moe_ep_bench.analysis.advice import Upkeep, advice_lines, note_words, read_advice
+from moe_ep_bench.analysis.advice import Upkeep, advice_lines, note_lines, read_advice
 from moe_ep_bench.analysis.cases import load_timed, timings
 from moe_ep_bench.analysis.picks import candidates
 from moe_ep_bench.balancers import Balanced, with_free_slots
@@ -322,7 +322,7 @@ def test_advise_judges_plans_on_batches_that_did_not_make_them(tmp_path: Path) -
         assert f"{one.label}: {decision}. It is {one.speedup:.3f} times as fast as native [" in lines
         assert f"on 10 later batches, and gains in {one.layers[0]} of 2 layers; a new plan takes" in lines
     assert "time to plan was measured on this CPU (emulate.replication: plan_ms)" in [
-        note_words(one).text for one in advice.notes
+        line.text for line in note_lines(advice)
     ]
     run = json.loads((out / "run.json").read_text())
     workloads = [one["workload"] for one in run["comparisons"].values()]

@@ -19,7 +19,6 @@ from moe_ep_bench.facts import (
     Environment,
     JsonRecord,
     PeakLoads,
-    SkewLayers,
     TimedFacts,
     has_assumed_traffic,
 )
@@ -198,12 +197,10 @@ class RankTokens(_Fact):
 
 
 class Note(_Fact):
-    """What may change the decision, or how far it holds (``note_words``).
+    """What may change the decision, or how far it holds (``note_lines``).
 
     Attributes:
         number: of draws, or of verdicts.
-        layers: that one layer stands for.
-        scope, scale: of an emulation whose experts are this CPU's.
         text: a warning of results, as they have it.
     """
 
@@ -212,9 +209,6 @@ class Note(_Fact):
         "few_draws", "chance", "one_layer", "mass_is_not_accuracy", "of_traffic_alone", "warning",
     ]  # fmt: skip
     number: int | None = None
-    layers: SkewLayers | None = None
-    scope: str | None = None
-    scale: float | None = None
     text: str | None = None
 
 
@@ -610,20 +604,24 @@ _NOTES = {
     "one_layer": "speedups are of one MoE layer: a whole model gains less (docs/model.md)",
     "mass_is_not_accuracy": "score mass is not accuracy: evaluate the model first (docs/quality.md)",
     "of_traffic_alone": MODEL_CAVEAT,
+    "warning": "{text}",
 }
 
 
-def note_words(note: Note) -> Line:
-    """A note as people read it."""
-    if note.kind == "warning":
-        return Line(note.text or "", is_warning=True)
-    if note.kind == "mixed_machines":
-        return Line(", ".join(mixed_parts(note.scope or "layer", note.scale or 1)))
-    if note.layers is not None:
-        return Line(skew_words(note.layers))
-    if note.kind == "chance":
-        return Line("".join(chance_words(note.number or 0)))
-    return Line(_NOTES.get(note.kind, "").format(number=note.number))
+def note_lines(advice: Advice) -> Iterator[Line]:
+    """The notes as people read them, some with facts of the answers."""
+    for note in advice.notes:
+        if note.kind == "mixed_machines":
+            mixed = [one for one in advice.answers if one.facts.mixes_machines]
+            lines = [", ".join(mixed_parts(one.scope, one.facts.scale)) for one in mixed]
+        elif note.kind == "layers_differ":
+            skews = [one.facts.workload.skew for one in advice.answers]
+            lines = [skew_words(skew.layers) for skew in skews if skew is not None and skew.layers is not None]
+        elif note.kind == "chance":
+            lines = chance_words(note.number or 0)
+        else:
+            lines = [_NOTES[note.kind].format(number=note.number, text=note.text)]
+        yield from (Line(line, is_warning=note.kind == "warning") for line in dict.fromkeys(lines))
 
 
 _DECISIONS = {"enable": "enable", "not_now": "not now", "insufficient": "insufficient evidence"}

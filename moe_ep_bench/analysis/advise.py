@@ -34,7 +34,7 @@ from moe_ep_bench.analysis.advice import (
     advice_lines,
     costs_answers,
     growth_words,
-    note_words,
+    note_lines,
     read_advices,
     write_advice,
 )
@@ -130,7 +130,7 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}", advice.versus)] if len(own) else []
     assumed = [one for one in advice.assumptions if one.kind != ASKED_LAYERS]  # which the first lines say
-    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *map(note_words, advice.notes)))
+    notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *note_lines(advice)))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 
 
@@ -344,10 +344,8 @@ def _wide(rows: pd.DataFrame) -> set[str]:
 
 def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[Note]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
-    mixed = [one for one in store.comparisons if one.facts.mixes_machines]
-    yield from dict.fromkeys(Note(kind="mixed_machines", scope=one.run.scope, scale=one.facts.scale) for one in mixed)
-    skews = [facts.workload.skew for facts in about["facts"]]
-    layers = dict.fromkeys(skew.layers for skew in skews if skew is not None and skew.layers is not None)
+    if any(facts.mixes_machines for facts in about["facts"]):
+        yield Note(kind="mixed_machines")
     picks, origins = rows[rows["is_pick"]], about["origin"]
     plans = rows.loc[rows["rearrange_ms"].notna(), "policy_params"].map(json.loads)
     few = about["num_draws"].between(2, _FEW_DRAWS) & about["comparison_id"].isin(_wide(rows))
@@ -355,7 +353,8 @@ def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.Da
     has_passes = "pass_ms" in natives and natives["pass_ms"].notna().all()
     if any(_is_assumed(facts.workload) for facts in about["facts"]):
         yield Note(kind="skew_is_assumed")
-    yield from (Note(kind="layers_differ", layers=one) for one in layers)
+    if any(getattr(facts.workload.skew, "layers", None) for facts in about["facts"]):
+        yield Note(kind="layers_differ")
     if any(one.get("plan_ms") is None and one.get("rearrange") != "beside" for one in plans):
         yield Note(kind="plan_time_of_this_cpu")
     if len(picks) and rows.groupby("comparison_id").size().max() > 1:

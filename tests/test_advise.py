@@ -346,6 +346,10 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     assert about["title"] == "Tiny-MoE, EP 2, 4,096 tokens, chat, prefill, popularity tail, 3 layers from 1 to 3"
     assert "tiny, 3 layers from 1 to 3" in about["workload_words"]
     assert "Student's t over 3 layers]" in shown_text(directory)
+    for place, one in enumerate(layers):
+        one.facts["workload"] = {**workload, "model_layers": [place + 4]}
+    (about,) = comparisons(load_timed(write_run(tmp_path / "rows", layers, "emulated"))).to_dict("records")
+    assert about["title"].endswith(", popularity tail, 3 rows from 1 to 3 (the model's 4 to 6)")
     text = advice_text(store, BOUNDS)
     (row,) = rows_of(text)
     assert row[1].startswith("1.300 [")

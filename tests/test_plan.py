@@ -13,13 +13,15 @@ import torch
 import yaml
 from trace_files import write_trace
 
+from moe_ep_bench.analysis.store import load
 from moe_ep_bench.bench import commands
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.plan import plan, plan_hash, plan_text, read_plan
 from moe_ep_bench.bench.point import MODELLED, RANKS, REPLICATION, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts.words import traffic_words
+from moe_ep_bench.cli import main
+from moe_ep_bench.errors import OK, UserError
+from moe_ep_bench.facts.words import describe_workload, traffic_words
 
 CONFIG = {
     "name": "tiny",
@@ -168,6 +170,47 @@ def test_a_title_has_the_domains_of_recordings_and_their_stage(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
     (one,) = plan(tmp_path / "config.yaml", [], ROUTING)
     assert one.title == f"DeepSeek-V2-Lite x 0.03125, EP 4, 4 tokens (1 a rank), {words}"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "source_layers", "words"),
+    [
+        (26, None, "row 1 (the model's layer 2)"),  # the first of 27 is dense
+        (26, "0,1,2", "row 1 (the model's layer 2)"),
+        (2, "3,7", "row 1 (the model's layer 7)"),
+        (2, "1,2", "row 1 (the model's layer 2)"),
+        (3, "2,1,3", "layer 1"),
+        (2, "0,2", "layer 1"),  # numbers that the model does not route, so that they are not its own
+        (2, "2", "layer 1"),
+        (2, "first,second", "layer 1"),
+        (2, None, "layer 1"),
+    ],
+)
+def test_a_row_of_a_recording_is_called_what_the_model_calls_its_layer(
+    num_layers: int, source_layers: str | None, words: str, tmp_path: Path
+) -> None:
+    named = {} if source_layers is None else {"source_layers": source_layers}
+    sizes = {"length_S": (16, 16), "num_experts": 64, "top_k": 6, "num_layers": num_layers}
+    write_trace(tmp_path / "a.safetensors", **sizes, **named)
+    workload = {"kind": "recorded", "trace": "a.safetensors", "layer": 1, "tail": "uniform"}
+    workload |= {"num_tokens": 4, "num_batches": 1}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
+    (one,) = plan(path, [], ROUTING)
+    assert one.title.endswith(f", uniform tail, {words}")
+    assert f"tiny, {words}, words, recorded in" in describe_workload(one.subject)
+
+
+def test_rows_that_are_joined_keep_what_the_model_calls_them(tmp_path: Path) -> None:
+    sizes = {"length_S": (16, 16), "num_experts": 64, "top_k": 6, "num_layers": 3}
+    write_trace(tmp_path / "a.safetensors", **sizes, source_layers="3,7,9")
+    workload = {"kind": "recorded", "trace": "a.safetensors", "layer": "all", "tail": "uniform"}
+    workload |= {"num_tokens": 8, "num_batches": 2}
+    path, out = tmp_path / "config.yaml", tmp_path / "out"
+    path.write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
+    assert main(["route", str(path), "--out", str(out)]) == OK
+    (one,) = load(out).comparisons
+    assert "tiny, 3 rows from 0 to 2 (the model's 3 to 9), words, " in describe_workload(one.facts)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ def _joined_layers(members: Sequence[Read]) -> Read:
     marks = [{} if (layer := one.comparison.facts.layer) is None else {"layer": layer} for one in members]
     keys = [set(_keys(one.cases)) for one in members]
     layers = sorted(one.comparison.facts.layer or 0 for one in members)
-    workload = first.facts.workload.model_copy(update={"layers": layers})
+    named = {"layers": layers, "model_layers": _model_layers(one.comparison for one in members)}
+    workload = first.facts.workload.model_copy(update=named)
     facts = first.facts.model_copy(update={"workload": workload})
     comparison = replace(first, comparison_id=first.facts.group, facts=facts)
     return _with_rows(comparison, members, marks, set.intersection(*keys))
@@ -149,13 +150,19 @@ def _with_rows(comparison: Comparison, members: Sequence[Read], marks: Sequence[
 # ---- facts -----------------------------------------------------------------------------------------------------------
 
 
+def _model_layers(members: Iterable[Comparison]) -> list[int]:
+    """The model's numbers of all layers that are joined."""
+    return sorted({number for one in members for number in one.facts.workload.model_layers})
+
+
 def _shared(members: Sequence[Comparison], num_batches: int) -> Comparison:
     """Facts that cases of several draws share; the conditions of a draw are those of a launch."""
     first, facts = members[0], members[0].facts
     swept = {key: {_swept(one)[key] for one in members} for key in _swept(first)}
     seeds, layers = (sorted(swept.get(key, ())) for key in (SEED, LAYER))
+    named = {"seeds": seeds, "layers": layers, "model_layers": _model_layers(members)}
     shared = {
-        "workload": facts.workload.model_copy(update={"seeds": seeds, "layers": layers}),
+        "workload": facts.workload.model_copy(update=named),
         "routing_checksum": None,
         "load_overlap": None,
         "point": _point(first),

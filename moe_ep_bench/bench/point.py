@@ -369,6 +369,9 @@ class Point:
         if config.padding_per_rank:
             some = self.rank_tokens[self.rank_tokens > 0]
             facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
+        if self.layer is not None and isinstance(self.workload, RecordedWorkload):
+            number = self.workload.traces[0].layer_of(self.layer, self.model.moe_layers)
+            facts["model_layers"] = [] if number in (None, self.layer) else [number]
         if isinstance(config, SyntheticConfig):
             # The skew's load of the fullest rank may be of another EP size.
             placed = is_drawn(experiment, self.ep_size) and config.targets(experiment.model)["rank_load"]

@@ -285,7 +285,7 @@ class RecordedConfig(_Workload):
     trace: tuple[Annotated[Path, NAME], ...] = Field(min_length=1)
     """Recordings (moe-trace-v1), mixed evenly."""
     layer: int = Field(ge=0, le=MOST)
-    """Recorded layer; ``all``: a comparison each."""
+    """Recorded row; ``all``: a comparison each."""
     order: Literal["arrival", "shuffled"] = "arrival"
     """Requests as they came, none twice; ``shuffled``: drawn, again where a recording is short."""
     mix: Literal["even", "sequence"] = "even"

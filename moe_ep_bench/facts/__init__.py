@@ -159,6 +159,7 @@ class Workload(JsonRecord):
         tail_model: how scores beyond a recorded top-k are filled in; None = nothing is.
         peak_load, batch_peak_load: as it was asked for, beside a skew or alone.
         is_one_draw: which experts share a rank was left to chance, and decides the load of ranks.
+        model_layers: what the model calls a recording's ``layer``, or ``layers``, where it has other numbers.
         seeds, layers: where comparisons were joined, those of all.
         description: a sentence in place of the facts.
     """
@@ -180,6 +181,7 @@ class Workload(JsonRecord):
     counted: Counted | None = None
     seeds: list[int] = []
     layers: list[int] = []
+    model_layers: list[NonNegativeInt] = []
     description: str | None = None
     recording: Recording | None = None
     skew: SkewFacts | None = None

@@ -627,7 +627,7 @@ def title_parts(facts: Subject | JudgedFacts | ServedFacts) -> Parts:
         *(_extent_parts(facts.whole) if facts.whole else ()),
         *sizes_parts(facts),
         *traffic_parts(workload),
-        *([_layer_words(workload.layer, workload.layers)] if workload.layer is not None and not facts.whole else []),
+        *([_layer_words(workload.layer, workload)] if workload.layer is not None and not facts.whole else []),
         *["CUDA graph"] * bool(facts.cuda_graph),
     )
 
@@ -675,7 +675,7 @@ def traffic_parts(workload: Workload) -> Parts:
         of = f" skew of {skew.of}" if skew is not None and skew.of else ""
         parts = [pattern.replace("_", " ") + of, *filter(None, [peak])]
     elif counted is not None:
-        parts = [f"loads of {_layer_words(counted.layer, workload.layers)} of {counted.file}"]
+        parts = [f"loads of {_layer_words(counted.layer, workload)} of {counted.file}"]
     else:
         parts = [peak or "no skew"]
     if workload.is_one_draw:
@@ -728,7 +728,7 @@ def _workload_parts(facts: Subject, *, is_named: bool = False) -> Parts:
     source = []
     if counted is not None:
         few = f" ({counted_words(counted)})" if counted.dense or counted.missing else ""
-        of = f"loads of {_layer_words(counted.layer, workload.layers)} counted in {counted.file}{few}"
+        of = f"loads of {_layer_words(counted.layer, workload)} counted in {counted.file}{few}"
         source = ["synthetic", f"{of}; synthetic softmax scores"]
     elif skew is not None:
         source = ["synthetic", f"{basis_words(skew)}; synthetic softmax scores"]
@@ -775,7 +775,7 @@ def _recorded_parts(workload: Workload, recording: Recording) -> Parts:
     ahead = f" after {workload.num_history} batches that plans know" if workload.num_history else ""
     return (
         recording.model,
-        _layer_words(workload.layer, workload.layers),
+        _layer_words(workload.layer, workload),
         *["scores assumed"] * workload.scores_assumed,
         " + ".join(source.domain for source in sources),
         f"recorded in {' and '.join(origins)}",
@@ -790,8 +790,13 @@ def _tail_words(workload: Workload) -> str:
     return f"{workload.tail_model} tail" if workload.tail_model else "all scores recorded"
 
 
-def _layer_words(layer: int | None, layers: Sequence[int]) -> str:
-    return f"{len(layers)} layers from {min(layers)} to {max(layers)}" if len(layers) > 1 else f"layer {layer}"
+def _layer_words(layer: int | None, workload: Workload) -> str:
+    """Which layers: of a recording its rows, and what the model calls these where it counts otherwise."""
+    layers, own = workload.layers, workload.model_layers
+    if len(layers) > 1:
+        named = f" (the model's {min(own)} to {max(own)})" if own else ""
+        return f"{len(layers)} {'rows' if own else 'layers'} from {min(layers)} to {max(layers)}{named}"
+    return f"row {layer} (the model's layer {own[0]})" if own else f"layer {layer}"
 
 
 def _seed_words(workload: Workload) -> str:

@@ -112,6 +112,16 @@ class Trace:
         """Whether the source had expert ids only, so that nothing which follows from scores was recorded."""
         return self.metadata["score"].startswith("assumed")
 
+    def layer_of(self, row: int, moe_layers: Sequence[int]) -> int | None:
+        """The model's layer that a recorded one is, of the layers that the model routes; None where nothing tells.
+
+        As many as the model routes are these, and else those that the source names, where the model routes them.
+        """
+        stated = [int(number) for number in self.metadata.get("source_layers", "").split(",") if number.isdecimal()]
+        numbers = moe_layers if len(moe_layers) == self.num_layers else stated
+        is_known = len(numbers) == self.num_layers and {*numbers} <= {*moe_layers}
+        return numbers[row] if is_known else None
+
     def read_layer(self, layer: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
         """Read and check one layer: expert ids and scores, both [T, K], best first.
 

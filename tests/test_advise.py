@@ -349,7 +349,7 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     for place, one in enumerate(layers):
         one.facts["workload"] = {**workload, "model_layers": [place + 4]}
     (about,) = comparisons(load_timed(write_run(tmp_path / "rows", layers, "emulated"))).to_dict("records")
-    assert about["title"].endswith(", popularity tail, 3 rows from 1 to 3 (the model's 4 to 6)")
+    assert about["title"].endswith(", popularity tail, 3 layers from 4 to 6 (recorded rows 1 to 3)")
     text = advice_text(store, BOUNDS)
     (row,) = rows_of(text)
     assert row[1].startswith("1.300 [")

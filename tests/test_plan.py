@@ -175,10 +175,10 @@ def test_a_title_has_the_domains_of_recordings_and_their_stage(
 @pytest.mark.parametrize(
     ("num_layers", "source_layers", "words"),
     [
-        (26, None, "row 1 (the model's layer 2)"),  # the first of 27 is dense
-        (26, "0,1,2", "row 1 (the model's layer 2)"),
-        (2, "3,7", "row 1 (the model's layer 7)"),
-        (2, "1,2", "row 1 (the model's layer 2)"),
+        (26, None, "layer 2 (recorded row 1)"),  # the first of 27 is dense
+        (26, "0,1,2", "layer 2 (recorded row 1)"),
+        (2, "3,7", "layer 7 (recorded row 1)"),
+        (2, "1,2", "layer 2 (recorded row 1)"),
         (3, "2,1,3", "layer 1"),
         (2, "0,2", "layer 1"),  # numbers that the model does not route, so that they are not its own
         (2, "2", "layer 1"),
@@ -210,7 +210,7 @@ def test_rows_that_are_joined_keep_what_the_model_calls_them(tmp_path: Path) -> 
     path.write_text(yaml.safe_dump({**CONFIG, "workload": workload, "sweep": {}}))
     assert main(["route", str(path), "--out", str(out)]) == OK
     (one,) = load(out).comparisons
-    assert "tiny, 3 rows from 0 to 2 (the model's 3 to 9), words, " in describe_workload(one.facts)
+    assert "tiny, 3 layers from 3 to 9 (recorded rows 0 to 2), words, " in describe_workload(one.facts)
 
 
 @pytest.mark.parametrize(

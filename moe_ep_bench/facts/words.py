@@ -791,12 +791,13 @@ def _tail_words(workload: Workload) -> str:
 
 
 def _layer_words(layer: int | None, workload: Workload) -> str:
-    """Which layers: of a recording its rows, and what the model calls these where it counts otherwise."""
-    layers, own = workload.layers, workload.model_layers
-    if len(layers) > 1:
-        named = f" (the model's {min(own)} to {max(own)})" if own else ""
-        return f"{len(layers)} {'rows' if own else 'layers'} from {min(layers)} to {max(layers)}{named}"
-    return f"row {layer} (the model's layer {own[0]})" if own else f"layer {layer}"
+    """Which layers, as the model counts them where that is known; then also which rows of a recording these are."""
+    rows, layers = workload.layers, workload.model_layers
+    if len(rows) > 1:
+        named = layers or rows
+        recorded = f" (recorded rows {min(rows)} to {max(rows)})" if layers else ""
+        return f"{len(rows)} layers from {min(named)} to {max(named)}{recorded}"
+    return f"layer {layers[0]} (recorded row {layer})" if layers else f"layer {layer}"
 
 
 def _seed_words(workload: Workload) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,30 @@ def test_what_is_finished_soon_leaves_no_file(tmp_path: Path) -> None:
     values = Kept(tmp_path / "begun" / "id", ["a"])
     assert values.once(("wide", None, 0), lambda: 1) == 1
     assert not (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"1",
+        b"[[], 1, 2]",
+        b"[1, 2]",
+        b"[[{}], 1]",
+        b'[["routed"], {"tensor": 1}]',
+        b'[["routed"], {"array": "O", "shape": [1]}]',
+        b'[["routed"], {"array": "no type", "shape": [1]}]',
+        b'[["routed"], {"array": "<i8"}]',
+        b'[["routed"], {"array": "<i8", "shape": [9]}]',
+        b"[" * 100_000,
+        b'[["routed"], "' + b" " * 2000 + b'"]',
+    ],
+)
+def test_what_is_no_record_is_cut_off(text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = written(path := tmp_path / "begun" / "id", monkeypatch)
+    monkeypatch.setattr(kept, "_MOST_BYTES", 1500)
+    record = zlib.compress(kept._length(text) + text + bytes(8))
+    path.write_bytes(content + kept._length(record) + record)
+    values = Kept(path, ["a", "b"])
+    assert [*values.known] == [*VALUES]
+    assert values.number("routed") == 1
+    assert path.read_bytes() == content

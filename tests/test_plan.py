@@ -183,6 +183,7 @@ def test_a_title_has_the_domains_of_recordings_and_their_stage(
         (2, "0,2", "layer 1"),  # numbers that the model does not route, so that they are not its own
         (2, "2", "layer 1"),
         (2, "first,second", "layer 1"),
+        (2, f"1,{'9' * 5000}", "layer 1"),
         (2, None, "layer 1"),
     ],
 )

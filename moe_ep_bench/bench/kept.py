@@ -27,6 +27,8 @@ Key = tuple[str | int | None, ...]
 # When values are written first, and how often from then on.
 _FIRST_S, _EVERY_S = 10.0, 2.0
 _LENGTH_BYTES = 8
+# No record that is written here is larger when it is unpacked.
+_MOST_BYTES = 2**28
 _CASES: Key = ("cases",)
 
 
@@ -56,7 +58,7 @@ class Kept:
 
     def number(self, what: str) -> int:
         """How many values are known whose keys begin so."""
-        return sum(key[0] == what for key in self.known)
+        return sum(key[:1] == (what,) for key in self.known)
 
     def once(self, key: Key, make: Callable[[], T]) -> T:
         """The value of a key, which is asked for once: as it was kept, else made and kept. Threads may ask."""
@@ -102,13 +104,17 @@ def _length(content: bytes) -> bytes:
 
 
 def _read(content: bytes) -> tuple[dict[Key, Any], int]:
-    """Values by key up to the first record that is not whole, and how many bytes they take."""
+    """Values by key up to the first record that is not one, and how many bytes they take."""
     records, end = dict[Key, Any](), 0
-    with contextlib.suppress(zlib.error, ValueError):
+    with contextlib.suppress(zlib.error, ValueError, TypeError, KeyError, RecursionError):
         while len(content) > (begin := end + _LENGTH_BYTES):
             if begin + (length := int.from_bytes(content[end:begin], "little")) > len(content):
                 break
-            key, value = _value(zlib.decompress(content[begin : begin + length]))
+            unpacking = zlib.decompressobj()
+            record = unpacking.decompress(content[begin : begin + length], _MOST_BYTES)
+            if not unpacking.eof:
+                break
+            key, value = _value(record)
             records[tuple(key)], end = value, begin + length
     return records, end
 

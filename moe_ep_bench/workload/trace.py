@@ -117,10 +117,10 @@ class Trace:
 
         As many as the model routes are these, and else those that the source names, where the model routes them.
         """
-        stated = [int(number) for number in self.metadata.get("source_layers", "").split(",") if number.isdecimal()]
+        named = {str(number): number for number in moe_layers}
+        stated = [named.get(word.strip()) for word in self.metadata.get("source_layers", "").split(",")]
         numbers = moe_layers if len(moe_layers) == self.num_layers else stated
-        is_known = len(numbers) == self.num_layers and {*numbers} <= {*moe_layers}
-        return numbers[row] if is_known else None
+        return numbers[row] if len(numbers) == self.num_layers and None not in numbers else None
 
     def read_layer(self, layer: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
         """Read and check one layer: expert ids and scores, both [T, K], best first.

@@ -18,6 +18,7 @@ from moe_ep_bench.workload import scores as scores_module
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces
 from moe_ep_bench.workload.replay import RecordedWorkload
+from moe_ep_bench.workload.scores import Run, gumbel_noise
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.trace import open_trace
 
@@ -25,8 +26,8 @@ few_examples = settings(max_examples=4)
 
 
 @contextmanager
-def sizes(chunk_scores=2**16, solved_scores=2**26):
-    chunks = patch.object(scores_module, "_CHUNK_SCORES", chunk_scores)
+def sizes(chunk_scores=2**16, solved_scores=2**26, kept_scores=2**23):
+    chunks = patch.multiple(scores_module, _CHUNK_SCORES=chunk_scores, _KEPT_SCORES=kept_scores)
     with chunks, patch.object(synthetic_module, "SOLVED_SCORES", solved_scores):
         yield
 
@@ -89,17 +90,29 @@ KINDS = {
     st.integers(0, 2),
     st.integers(1, 64),
     chunk_sizes,
+    st.sampled_from([0, 2**23]),
 )
 def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
-    kind, num_tokens, sequence_length, index, num_ranks, chunk_scores
+    kind, num_tokens, sequence_length, index, num_ranks, chunk_scores, kept_scores
 ):
     if "neighbour_overlap" in KINDS[kind]:
         sequence_length += 1
     fields = {"num_tokens": num_tokens, "sequence_length": sequence_length, **KINDS[kind]}
     whole = synthetic(**fields)
-    with sizes(chunk_scores):
+    with sizes(chunk_scores, kept_scores=kept_scores):
         streamed = synthetic(**fields)
         assert_ranks_are_dealt(streamed, whole, index, num_ranks)
+
+
+@settings(few_examples)
+@given(st.sets(st.integers(0, 399), min_size=1), chunk_sizes)
+def test_noise_of_scattered_rows_is_that_of_all_rows_drawn_at_once(rows, chunk_scores):
+    runs = [Run(row, row + 1) for row in sorted(rows)]
+    with sizes(kept_scores=0):
+        (whole_TE,) = gumbel_noise(3, 1, [Run(0, 400)], 18)
+    with sizes(chunk_scores):
+        noise_TE = np.concatenate(list(gumbel_noise(3, 1, runs, 18)))
+    np.testing.assert_array_equal(noise_TE, whole_TE[sorted(rows)])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
             recordings, num_tokens=num_tokens, num_batches=1, arrangement="decode", tokens_per_request=8
         ),
     }[kind]
-    with sizes(chunk_scores=2**11, solved_scores=2**13):
+    with sizes(chunk_scores=2**11, solved_scores=2**13, kept_scores=0):  # as of large batches
         whole = make()
         of_batch = peak_bytes(lambda: whole.batch(0))
         assert of_batch > num_tokens * EXPERTS * 4

@@ -36,6 +36,9 @@ _CHUNK_SCORES = 2**16
 # A row of logits that spans more is squeezed to this, which keeps its order: exp(-80) / E is a normal float32, where
 # exp(-100) would be one of many zeros.
 MAX_LOGIT_SPAN = 80.0
+# Of batches up to so many scores the chunks of noise are kept, twice as many in all: ranks whose tokens lie scattered
+# share chunks, and so do traffics that are compared. Of a larger batch, what is asked for is drawn.
+_KEPT_SCORES = 2**23
 
 Chunks = Sequence[NDArray[np.float64]]
 """Noise of rows in order, float64 [some rows, E] each."""
@@ -185,6 +188,9 @@ def gumbel_noise(
     """
     key, before_row, before_E = (seed, stream, batch), -1, np.empty(num_experts)
     at_once = rows_at_once(num_experts)
+    if not copying and runs and runs[-1].end * num_experts <= _KEPT_SCORES:
+        yield from (_kept_rows(key, row_numbers(chunk), num_experts) for chunk in in_chunks(runs, at_once))
+        return
     for chunk in in_chunks(runs, at_once):
         parts = []
         for run in chunk:
@@ -214,6 +220,25 @@ def _noise_rows(
 
     copy_down(noise_TE, is_copied_TE, before_E)
     return noise_TE
+
+
+def _kept_rows(key: tuple[int, Stream, int], row_T: NDArray[np.int64], num_experts: int) -> NDArray[np.float64]:
+    """Some rows of noise, ascending, of which none copies another."""
+    at_once = rows_at_once(num_experts)
+    chunks, starts = np.unique(row_T // at_once, return_index=True)
+    rows = np.split(row_T % at_once, starts[1:])
+    noise = [
+        _kept_chunk(*key, chunk, at_once, num_experts)[rows] for chunk, rows in zip(chunks.tolist(), rows, strict=True)
+    ]
+    return noise[0] if len(noise) == 1 else np.concatenate(noise)
+
+
+@lru_cache(maxsize=2 * _KEPT_SCORES // _CHUNK_SCORES)
+def _kept_chunk(
+    seed: int, stream: Stream, batch: int, chunk: int, num_rows: int, num_experts: int
+) -> NDArray[np.float64]:
+    """A whole chunk, to be read only."""
+    return _gumbel(uniform_rows(seed, stream, batch, chunk * num_rows, (chunk + 1) * num_rows, num_experts))
 
 
 def _gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:

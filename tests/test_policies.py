@@ -76,6 +76,17 @@ def test_an_expert_that_all_tokens_want_keeps_its_best_whatever_ties(num_tokens,
     assert torch.equal(HostSteps().within_capacity(*asked), TORCH.within_capacity(*asked))
 
 
+@few_examples
+@given(st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.booleans()), min_size=1))
+def test_marked_keys_come_first_and_all_keep_their_order(places):
+    keys_1E = torch.tensor([[key for key, _ in places]])
+    mark_1E = torch.tensor([[mark for _, mark in places]])
+    first_1E = HostSteps().marked_first(keys_1E, mark_1E)
+    assert torch.equal(first_1E, TORCH.marked_first(keys_1E, mark_1E))
+    order = sorted(range(len(places)), key=lambda place: (places[place][1], places[place][0]))
+    assert torch.equal(first_1E.argsort(dim=1, stable=True), torch.tensor([order]))
+
+
 @every_spec
 def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
     # A seed of its own, or every spec would meet the same few cases.

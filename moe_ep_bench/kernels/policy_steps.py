@@ -56,6 +56,14 @@ class HostSteps(Steps):
         _in_slices(num_rows, row_selection.best_per_row, _array(keys_RN), columns, count, _array(map_RN))
         return map_RN
 
+    def marked_first(self, keys_TE: Tensor, mark_TE: Tensor) -> Tensor:
+        if keys_TE.dtype != torch.float32 or mark_TE.shape != keys_TE.shape:
+            return super().marked_first(keys_TE, mark_TE)
+        first_TE = torch.empty(keys_TE.shape, dtype=torch.int64)
+        arrays = _array(keys_TE).view(np.int32), _array(mark_TE).view(np.uint8), _array(first_TE)
+        _in_slices(len(keys_TE), row_selection.marked_first, *arrays)
+        return first_TE
+
     def group_values(self, keys_TE: Tensor, num_groups: int, count: int) -> Tensor:
         if count > 2 or keys_TE.dtype != torch.float32:  # Of more, torch may add in another order.
             return super().group_values(keys_TE, num_groups, count)

@@ -34,6 +34,16 @@ def best_per_row(keys_RN, columns, count, map_RN, first, last):
 
 
 @njit(cache=True, nogil=True)
+def marked_first(bits_TE, mark_TE, keys_TE, first, last):
+    """Integers in the order of the floats whose bits are given, those of marked places above all others."""
+    for token in range(first, last):
+        for expert in range(bits_TE.shape[1]):
+            bits = np.int64(bits_TE[token, expert])
+            bits = bits if bits >= 0 else -(bits & 0x7FFFFFFF)
+            keys_TE[token, expert] = bits + (np.int64(mark_TE[token, expert]) << 40)
+
+
+@njit(cache=True, nogil=True)
 def group_values(keys_TE, count, value_TG, first, last):
     """Sum each group's one or two largest keys, of all groups at once: branches could not be predicted."""
     num_groups = value_TG.shape[1]

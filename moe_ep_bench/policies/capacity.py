@@ -55,7 +55,7 @@ from moe_ep_bench.policies.contract import (
     policy,
 )
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import integer_keys, preference, top_k_map, weighted, without_padding
+from moe_ep_bench.policies.selection import preference, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import NUM_BINS, by_group, lowest
 
 Metric = Literal["score", "order", "reverse_order", "random"]
@@ -152,7 +152,7 @@ class CapacityPolicy(SteppedPolicy):
             return keys_TE
         is_image_T = context.modality_T == IMAGE
         favoured_T1 = (~is_image_T if self.modality == "image_first" else is_image_T).unsqueeze(1)
-        return integer_keys(keys_TE) + (favoured_T1.long() << 40)
+        return self.steps.marked_first(keys_TE, favoured_T1)
 
 
 @policy

@@ -31,16 +31,7 @@ def list_keys(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) 
     """
     if context.num_groups is None:
         return preference(scores_TE, context)
-    return integer_keys(preference(scores_TE, context)) + (_top_k(scores_TE, context, steps).long() << 40)
-
-
-def integer_keys(keys_TE: Tensor) -> Tensor:
-    """Order-preserving int64 keys below 2**33 in magnitude, so that a class can be put above them."""
-    if not keys_TE.is_floating_point():
-        return keys_TE
-    # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
-    bits_TE = keys_TE.contiguous().view(torch.int32).long()
-    return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
+    return steps.marked_first(preference(scores_TE, context), _top_k(scores_TE, context, steps))
 
 
 def _top_k(scores_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:

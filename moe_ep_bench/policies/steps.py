@@ -79,6 +79,19 @@ class Steps:
         room_R1 = count - above_RN.sum(dim=1, keepdim=True)
         return above_RN | (tied_RN & (tied_RN.cumsum(dim=1) <= room_R1))
 
+    def marked_first(self, keys_TE: Tensor, mark_TE: Tensor) -> Tensor:
+        """Keys that put marked places first, and order these and the others as ``keys_TE`` do: int64 [T, E].
+
+        Args:
+            keys_TE: float32, or int64 below 2**33 in magnitude.
+            mark_TE: bool [T, E] or [T, 1].
+        """
+        if keys_TE.is_floating_point():
+            # The bits of a positive float order like integers; a negative one's (a biased score) in reverse.
+            bits_TE = keys_TE.contiguous().view(torch.int32).long()
+            keys_TE = torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
+        return keys_TE + (mark_TE.long() << 40)
+
     def group_values(self, keys_TE: Tensor, num_groups: int, count: int) -> Tensor:
         """Sums of the ``count`` largest keys of each group of neighbouring columns, added the largest first: [T, G]."""
         return keys_TE.unflatten(1, (num_groups, -1)).topk(count, dim=-1).values.sum(dim=-1)

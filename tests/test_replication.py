@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import Balanced, lp
 from moe_ep_bench.kernels.placing import spread
-from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.metrics import RANKS_PER_NODE, metrics_of_parts, routing_metrics
 from moe_ep_bench.placement import Slots, Windows, moved_experts, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
 
@@ -263,9 +263,7 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     pairs = [(token, slot // per_rank, slot) for token, slot in sent_one_by_one(slots, maps[rank], rank)]
     found = slots.metrics(maps[rank], rank, ranks_per_node=2)
     of_parts = slots.metrics(maps[rank], rank, 2, slots.parts(maps[rank], rank, 2, num_parts=2))
-    assert {name: np.array(value).tolist() for name, value in of_parts.items()} == {
-        name: np.array(value).tolist() for name, value in found.items()
-    }
+    assert listed(of_parts) == listed(found)
     assert found["slot_load_P"].tolist() == [sum(slot == other for *_, slot in pairs) for other in range(len(plan_P))]
     assert found["load_R"].tolist() == [sum(to == other for _, to, _ in pairs) for other in range(len(maps))]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
@@ -282,13 +280,19 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     assert found["activated_experts_fullest_rank"] == max(activated)
 
 
+def listed(metrics):
+    return {name: np.array(value).tolist() for name, value in metrics.items()}
+
+
 def test_contiguous_slots_change_no_metric() -> None:
     scores_TE = torch.rand(33, 8, generator=torch.Generator().manual_seed(1)).softmax(1)
     context = RoutingContext(top_k=2, num_ranks=4, rank=1)
     routing = make_policy({"name": "topk"}).route(scores_TE, context)
     slots = Slots.contiguous(8, 4)
     assert slots.is_contiguous
-    metrics = routing_metrics(routing, scores_TE, context)
+    metrics, parts = metrics_of_parts(routing.map_TE, scores_TE, context, num_parts=4)
+    assert listed(metrics) == listed(routing_metrics(routing, scores_TE, context))
+    assert list(map(listed, parts)) == list(map(listed, slots.parts(routing.map_TE, 1, RANKS_PER_NODE, num_parts=4)))
     placed = slots.metrics(routing.map_TE, 1)
     assert placed.pop("moved_weight_bytes") == 0
     assert placed.pop("slot_load_P").tolist() == metrics["load_E"].tolist()

@@ -30,7 +30,7 @@ from moe_ep_bench.bench.tokens import Batches, Tokens
 from moe_ep_bench.config import Lossless, ReplicationConfig
 from moe_ep_bench.kernels import PolicyForm, form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
-from moe_ep_bench.metrics import RANKS_PER_NODE, routing_metrics
+from moe_ep_bench.metrics import RANKS_PER_NODE, metrics_of_parts
 from moe_ep_bench.placement import Rearrangement, Slots, moved_experts, plan_ahead
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE, ExpandedDrop
@@ -251,13 +251,18 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def case_metrics(
-    case: CaseSpec, routing: Routing, tokens: Tokens, ranks_per_node: int = RANKS_PER_NODE
-) -> dict[str, Any]:
-    """A row of the table ``routing``: ``routing_metrics``, and loads of image tokens where there are any."""
+    case: CaseSpec, routing: Routing, tokens: Tokens, ranks_per_node: int = RANKS_PER_NODE, num_parts: int = 1
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A row of the table ``routing``, and what each micro-batch sends to experts in their own slots.
+
+    The row has ``routing_metrics``, and loads of image tokens where there are any.
+    """
     row: dict[str, Any] = {"rank": tokens.rank, "batch": tokens.batch, "layer": tokens.layer}
-    row |= routing_metrics(routing, tokens.scores_TE, tokens.context, tokens.of_scores, ranks_per_node)
+    of_tokens = tokens.scores_TE, tokens.context, tokens.of_scores
+    metrics, parts = metrics_of_parts(routing.map_TE, *of_tokens, ranks_per_node, num_parts)
+    row |= metrics
     if tokens.context.modality_T is not None:
         is_image_T, valid_T = tokens.context.modality_T == IMAGE, tokens.context.token_mask_T
         row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
         row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).cpu().numpy()
-    return row
+    return row, parts

@@ -256,15 +256,18 @@ def _route_case(
 ) -> tuple[Row, list[Row]]:
     """A rank's row of metrics under a case, and what its tokens and each of its micro-batches send."""
     point = router.point
+    sizes = point.ranks_per_node, point.num_parts
 
-    def routed() -> tuple[Tensor, Row]:
+    def routed() -> tuple[Tensor, Row, list[Row]]:
         routing = router.chosen(case, tokens, stats_MSE)
-        return routing.map_TE, case_metrics(case, routing, tokens, point.ranks_per_node)
+        return routing.map_TE, *case_metrics(case, routing, tokens, *sizes)
 
-    map_TE, row = routed() if case.policy is not None else tokens.once(("native", point.ranks_per_node), routed)
-    row, where = row | {"layer": point.row_layer(tokens.layer)}, (map_TE, tokens.rank, point.ranks_per_node)
-    parts = slots.parts(*where, point.num_parts) if point.num_parts > 1 else []
-    return row if slots.is_contiguous else row | slots.metrics(*where, parts), parts
+    map_TE, row, parts = routed() if case.policy is not None else tokens.once(("native", *sizes), routed)
+    row = row | {"layer": point.row_layer(tokens.layer)}
+    if slots.is_contiguous:
+        return row, parts if point.num_parts > 1 else []
+    parts = slots.parts(map_TE, tokens.rank, *sizes) if point.num_parts > 1 else []
+    return row | slots.metrics(map_TE, tokens.rank, point.ranks_per_node, parts), parts
 
 
 def _layer_traffic(

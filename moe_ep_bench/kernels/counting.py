@@ -79,29 +79,35 @@ def copy_down(noise_TE, is_copied_TE, before_E):
 
 
 @njit(cache=True, nogil=True)
-def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_node):
-    """Loads of experts, copies to ranks and nodes, and sums over valid tokens.
+def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_node, end_M):
+    """Loads of experts and copies to ranks and nodes, by micro-batch, and sums over valid tokens of all of them.
 
     Args:
         map_TE, top_k_TE: as uint8.
         valid_T: bool [T]; empty = all tokens are valid.
+        end_M: int64, where each micro-batch's tokens end, the last at T.
 
     Returns:
-        int64 [E], pairs of each expert; int64 [R] and [N], tokens with a pair on each rank and on each node, whose
-        ranks follow each other. Of valid tokens pairs, those of
-        them that are top-k pairs, top-k pairs that another expert of the token stands in for (as many as a token lacks,
-        at most as many as it has added), tokens with a pair, and the score mass of their pairs.
+        int64 [M, E], pairs of each expert; int64 [M, R] and [M, N], tokens with a pair on each rank and on each node,
+        whose ranks follow each other. Of valid tokens pairs, those of them that are top-k pairs, top-k pairs that
+        another expert of the token stands in for (as many as a token lacks, at most as many as it has added), tokens
+        with a pair, and the score mass of their pairs.
     """
     num_tokens, num_experts = map_TE.shape
     rank_E = np.arange(num_experts) // (num_experts // num_ranks)
     node_E = rank_E // ranks_per_node
-    load_E = np.zeros(num_experts, np.int64)
-    copies_R = np.zeros(num_ranks, np.int64)
-    copies_N = np.zeros((num_ranks + ranks_per_node - 1) // ranks_per_node, np.int64)
+    num_parts, part = len(end_M), 0
+    load_ME = np.zeros((num_parts, num_experts), np.int64)
+    copies_MR = np.zeros((num_parts, num_ranks), np.int64)
+    copies_MN = np.zeros((num_parts, (num_ranks + ranks_per_node - 1) // ranks_per_node), np.int64)
+    load_E, copies_R, copies_N = load_ME[0], copies_MR[0], copies_MN[0]
     num_valid_pairs = num_kept = num_rerouted = num_served = 0
     mass = 0.0
     columns = np.empty(num_experts, np.int64)
     for token in range(num_tokens):
+        while token >= end_M[part]:
+            part += 1
+            load_E, copies_R, copies_N = load_ME[part], copies_MR[part], copies_MN[part]
         map_E, top_k_E, scores_E = map_TE[token], top_k_TE[token], scores_TE[token]
         pairs = marked_columns(map_E, columns)
         last_rank = last_node = -1  # columns ascend, and so do their ranks and nodes
@@ -124,7 +130,7 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks, ranks_per_no
             num_rerouted += min(pairs, chosen) - kept
             num_served += pairs > 0
             mass += held
-    return load_E, copies_R, copies_N, num_valid_pairs, num_kept, num_rerouted, num_served, mass
+    return load_ME, copies_MR, copies_MN, num_valid_pairs, num_kept, num_rerouted, num_served, mass
 
 
 @njit(cache=True, nogil=True)

@@ -105,13 +105,13 @@ def phase_groups(of: Literal["layer", "model"]) -> dict[str, tuple[str, ...]]:
     return {row.group: tuple(phase.name for phase in rows if phase.group == row.group) for row in rows}
 
 
-_COUNTS = pa.list_(pa.int64())
+COUNTS = pa.list_(pa.int64())
 # Numbers of how tokens were routed, which ``metrics`` computes in this order: columns of ``routing``; integers are
 # exact. Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.
 ROUTING_METRICS = {
     "num_tokens": pa.int64(),  # valid tokens of this rank
-    "load_E": _COUNTS,  # pairs per expert, from this source rank
-    "load_R": _COUNTS,  # pairs per expert rank, from this source rank
+    "load_E": COUNTS,  # pairs per expert, from this source rank
+    "load_R": COUNTS,  # pairs per expert rank, from this source rank
     "num_pairs": pa.int64(),
     "padding_pairs": pa.int64(),  # of num_pairs, those of padding tokens
     "num_topk_pairs": pa.int64(),
@@ -129,8 +129,8 @@ ROUTING_METRICS = {
     "crossing_pairs": pa.int64(),  # whose expert lives on another rank
     "crossing_copies": pa.int64(),  # to other ranks, one per (token, rank)
     "crossing_node_copies": pa.int64(),  # to other nodes, one per (token, node)
-    "copies_R": _COUNTS,  # tokens with a pair on each expert rank, from this source rank
-    "copies_N": _COUNTS,  # and on each node
+    "copies_R": COUNTS,  # tokens with a pair on each expert rank, from this source rank
+    "copies_N": COUNTS,  # and on each node
     # Of the scores alone: no policy changes them.
     "topk_share": pa.float64(),
     "entropy": pa.float64(),  # normalised to 0..1
@@ -142,8 +142,8 @@ _MORE_METRICS = {
     # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
     "output_error": pa.float64(),
     "num_image_tokens": pa.int64(),  # valid ones
-    "image_load_E": _COUNTS,  # of load_E
-    "slot_load_P": _COUNTS,  # pairs per slot, from this source rank
+    "image_load_E": COUNTS,  # of load_E
+    "slot_load_P": COUNTS,  # pairs per slot, from this source rank
     "moved_weight_bytes": pa.int64(),  # of experts that this rank is sent; of a new plan the batch's share
     # Of putting the batch's plan in place once; a batch's dispatch has its share of it.
     "rearrange_us": pa.float64(),

@@ -31,6 +31,7 @@ from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, 
 from moe_ep_bench.facts.words import case_label
 from moe_ep_bench.results import ResultsError, RunDirectory, ValidationDirectory, read_document, typed
 from moe_ep_bench.schema import (
+    COUNTS,
     HOST,
     HOST_BUSY,
     IDENTITY,
@@ -78,7 +79,7 @@ _ALL_TABLES = [*dict.fromkeys(table for kind in KINDS.values() for table in kind
 
 # Lists of every rank's counts that no view asks for; those that are read are narrower than on disk.
 _UNREAD = {"copies_R", "copies_N", "image_load_E"}
-_COUNTS, _NARROW_COUNTS = pa.list_(pa.int64()), pa.list_(pa.int32())
+_NARROW_COUNTS = pa.list_(pa.int32())
 
 
 def _read_columns(table: str) -> list[str]:
@@ -161,7 +162,7 @@ def read_part(table: str, path: Path, columns: Sequence[str]) -> pd.DataFrame:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
             rows = part.read(columns, use_threads=False)
-            types = [_NARROW_COUNTS if field.type == _COUNTS else field.type for field in rows.schema]
+            types = [_NARROW_COUNTS if field.type == COUNTS else field.type for field in rows.schema]
             rows = rows.cast(pa.schema(list(zip(rows.schema.names, types, strict=True))))
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error

@@ -136,13 +136,14 @@ def _with_rows(comparison: Comparison, members: Sequence[Read], marks: Sequence[
     cases = listed.drop_duplicates("key", ignore_index=True)
     is_ok = (cases["status"] == "ok").to_numpy()
     numbers = pd.Series(cases.index[is_ok], cases["key"][is_ok])
+    places = [_keys(one.cases).map(numbers) for one in members]
     frames = {}
-    for table in members[0].frames:
-        parts = []
-        for one, marked in zip(members, marks, strict=True):
-            rows = one.frames[table]
-            rows = rows.assign(**{name: value for name, value in marked.items() if name in rows})
-            parts.append(rows.assign(case=rows["case"].map(_keys(one.cases)).map(numbers)).dropna(subset="case"))
+    for table, first in members[0].frames.items():
+        parts = [first.iloc[:0]]
+        for one, marked, place in zip(members, marks, places, strict=True):
+            if len(rows := one.frames[table]):
+                rows = rows.assign(**{name: value for name, value in marked.items() if name in rows})
+                parts.append(rows.assign(case=rows["case"].map(place)).dropna(subset="case"))
         frames[table] = together(parts).astype({"case": int})
     return Read(comparison, cases.drop(columns="key"), frames)
 

@@ -230,8 +230,8 @@ class Units(NamedTuple):
 
     def lists(self, name: str) -> np.ndarray:
         """A column of lists: [U, Z, entries]."""
-        values = np.stack(self.rows[name].to_list())
-        return values.reshape(-1, self.num_sources, values.shape[1])
+        lists = self.rows[name].to_list()
+        return np.concatenate(lists).reshape(-1, self.num_sources, len(lists[0]))
 
     def sums(self, *names: str) -> dict[str, np.ndarray]:
         """By column its sum over source ranks, [U]; null where a rank does not know it."""

@@ -829,6 +829,32 @@ def test_where_the_pick_turns_is_bracketed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([{}], [True]),
+        ([{"emulate.overlap": "none"}, {"emulate.overlap": "two_batch"}], [True, False]),
+        ([{"workload.peak_load": 2}, {"workload.peak_load": 3}], [False, False]),
+    ],
+)
+def test_turns_are_those_of_the_first_answer_unless_points_differ(
+    points: list[dict[str, Any]], expected: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        comparison_of(drop(1.5, 1.3, 0.05, 0.97), drop(2.0, other, 0.02, 0.96), comparison_id=str(other), facts=facts)
+        for point, other in zip(points, (1.1, 1.5), strict=False)
+        for facts in [{"point": point, "overlap": point.get("emulate.overlap", "none"), **MODELLED}]
+    ]
+    store = load_timed(write_run(tmp_path, made, "emulated"))
+    monkeypatch.setattr(turns, "solve", lambda *_: (turns.Turn(key="layer.ep_size", least=2, most=8),))
+    question: Any = None
+    advice = turns.with_turns(advise(store, BOUNDS), question, BOUNDS, store)
+    assert [bool(answer.turns) for answer in advice.answers] == expected
+    assert sum("Where it turns" in line for block in advice_lines(advice) for line in block.splitlines()) == any(
+        expected
+    )
+
+
+@pytest.mark.parametrize(
     ("model", "ep_size", "tokens", "kind"),
     [
         ("deepseek-v3", 256, 64, None),

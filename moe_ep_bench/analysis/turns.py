@@ -50,20 +50,23 @@ _STRIDE = 4
 def with_turns(
     advice: Advice, question: Question, bounds: Bounds, store: Store, before: Advice | None = None
 ) -> Advice:
-    """The one answer of a question with where it turns; several answers say that themselves.
+    """The answer of a question with where it turns, the first one where overlaps have answers of their own.
+
+    Answers of several points say that themselves.
 
     Args:
         before: the answer that was given to the same question, whose turns hold where all else is equal.
     """
-    if len(advice.answers) != 1:
+    points = [{key: value for key, value in one.point.items() if key != OVERLAP} for one in advice.answers]
+    if not points or any(point != points[0] for point in points):
         return advice
-    (answer,) = advice.answers
-    said = before.answers[0] if before is not None and len(before.answers) == 1 else None
+    answer, *others = advice.answers
+    said = next(iter(before.answers), None) if before is not None else None
     if said is not None and said.model_copy(update={"turns": ()}) == answer:
         turns = said.turns
     else:
         turns = solve(question, bounds, store, answer)
-    return advice.model_copy(update={"answers": [answer.model_copy(update={"turns": turns})]})
+    return advice.model_copy(update={"answers": [answer.model_copy(update={"turns": turns}), *others]})
 
 
 def solve(question: Question, bounds: Bounds, store: Store, answer: Answer) -> tuple[Turn, ...]:

@@ -44,7 +44,7 @@ class Stop:
     """Counts what is routed, and interrupts once that is more than allowed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.most, route = 0, float("inf"), traffic._route_case
+        self.count, self.most, self.command, route = 0, float("inf"), "emulate", traffic._route_case
 
         def counted(*asked: Any) -> Any:
             if self.count >= self.most:
@@ -58,7 +58,7 @@ class Stop:
     def run(self, arguments: list[str], out: Path, most: float = float("inf")) -> tuple[int, int]:
         """The exit status, and how often a case was routed on a rank."""
         self.count, self.most = 0, most
-        return main(["emulate", *arguments, "--out", str(out)]), self.count
+        return main([self.command, *arguments, "--out", str(out)]), self.count
 
 
 @pytest.fixture
@@ -83,11 +83,19 @@ def model(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("part", [0.3, 0.9])
-@pytest.mark.parametrize("question", [layer, lambda folder: layer(folder, overlap="two_batch"), model])
+@pytest.mark.parametrize(
+    ("command", "question"),
+    [
+        ("emulate", layer),
+        ("emulate", lambda folder: layer(folder, overlap="two_batch")),
+        ("emulate", model),
+        ("route", layer),
+    ],
+)
 def test_what_a_stopped_point_had_finished_is_not_routed_again(
-    question: Callable[[Path], list[str]], part: float, stop: Stop, tmp_path: Path
+    command: str, question: Callable[[Path], list[str]], part: float, stop: Stop, tmp_path: Path
 ) -> None:
-    arguments, whole, out = question(tmp_path), tmp_path / "whole", tmp_path / "out"
+    arguments, whole, out, stop.command = question(tmp_path), tmp_path / "whole", tmp_path / "out", command
     status, all_calls = stop.run(arguments, whole)
     assert status == OK
     status, before = stop.run(arguments, out, int(part * all_calls))
@@ -114,8 +122,9 @@ def test_what_other_cases_began_is_routed_anew(stop: Stop, tmp_path: Path) -> No
     assert tables(out) == tables(tmp_path / "fewer")
 
 
-def test_force_forgets_what_was_begun(stop: Stop, tmp_path: Path) -> None:
-    arguments, out = layer(tmp_path), tmp_path / "out"
+@pytest.mark.parametrize("command", ["emulate", "route"])
+def test_force_forgets_what_was_begun(command: str, stop: Stop, tmp_path: Path) -> None:
+    arguments, out, stop.command = layer(tmp_path), tmp_path / "out", command
     _, all_calls = stop.run(arguments, tmp_path / "whole")
     stop.run(arguments, out, all_calls // 2)
     assert stop.run([*arguments, "--force"], out) == (OK, all_calls)

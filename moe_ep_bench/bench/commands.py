@@ -137,11 +137,13 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     them to real ones. ``on_cpu`` is not applied: a size that is too much work for a CPU's experts is none for routing.
 
     Args:
-        out: results directory; cases whose rows are in it are not routed again unless ``force``.
+        out: results directory; cases whose rows are in it, and ranks that an earlier job routed, are not routed again
+            unless ``force``.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed; or why ``out`` cannot be used.
     """
+    from moe_ep_bench.bench.kept import Kept
     from moe_ep_bench.bench.routing import Router  # numba takes its time, and is not for ``launch``
     from moe_ep_bench.bench.traffic import route_batch
 
@@ -149,6 +151,10 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 
     def routed(run_id: str, point: Point, cases: Sequence[CaseSpec]) -> None:
         router, result, num_batches = Router(point, cpu), Result(), point.workload.num_batches
+        begun = directory.begun(point.comparison_id)
+        if force:
+            begun.unlink(missing_ok=True)
+        router.batches.kept = Kept(begun, [case.case_id for case in cases])
         with progress_bar(num_batches, "batch", point.title) as progress:
             for batch in range(num_batches):
                 for case, traffic in zip(cases, route_batch(router, cases, batch), strict=True):
@@ -156,6 +162,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
                     result.frontiers[case.case_id] += traffic.frontiers
                 progress.update()
         write(directory, run_id, point, result)
+        begun.unlink(missing_ok=True)
 
     def described(run_id: str) -> dict[str, Any]:
         return run_json(run_id, points, provenance.describe(cpu), routed_facts)

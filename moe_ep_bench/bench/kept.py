@@ -1,4 +1,4 @@
-"""Keep what ranks' routing of a modelled point gave until the point is finished, so that the next job goes on there.
+"""Keep what routing of ranks gave, where none measure, until a point is finished, so that the next job goes on there.
 
 A record of the file is one value and its key, as JSON and the bytes of its arrays, compressed, behind its length:
 numbers alone, nothing that would run. Values are few numbers, the counts of a rank say, never scores. A point that

@@ -207,11 +207,11 @@ class RunDirectory:
         elif launch is not None and not len(kept):
             self.conditions(comparison_id, launch).unlink(missing_ok=True)
         counts = [name for name, dtype in zip(schema.names, schema.types, strict=True) if dtype == COUNTS]
-        others = [name for name in schema.names if name not in counts]
         how = {
-            **{"compression": "zstd", "write_page_checksum": True},
+            # A part is read whole: nobody asks which values are in it.
+            **{"compression": "zstd", "write_page_checksum": True, "write_statistics": False},
             # Most numbers are in lists of counts: a dictionary of theirs takes twice as long as their differences.
-            **{"use_dictionary": others, "write_statistics": others},
+            "use_dictionary": [name for name in schema.names if name not in counts],
             "column_encoding": {f"{name}.list.element": "DELTA_BINARY_PACKED" for name in counts},
         }
         with atomic_path(path) as temporary, pq.ParquetWriter(temporary, schema, **how) as file:

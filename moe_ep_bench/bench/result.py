@@ -131,7 +131,8 @@ def write(directory: RunDirectory, run_id: str, point: Point, result: Result, la
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Rows as columns; what a row lacks is None."""
-    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+    names = dict.fromkeys(chain.from_iterable(dict.fromkeys(map(tuple, rows))))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _walked_columns(times_RSC: np.ndarray, columns: Iterable[PhaseKey], lost: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,20 @@ def test_every_policy_keeps_its_rule_and_all_laws(spec: Spec) -> None:
     holds()
 
 
+def test_policies_with_one_key_have_the_same_statistics() -> None:
+    scores_TE = random_scores("levels", 40, 16, seed=5)
+    arguments = {"top_k": 4, "num_ranks": 4, "modality_T": torch.arange(40) % 2, "request_id_T": torch.arange(40) // 9}
+    context, found = context_of(arguments), {}
+    for spec in SPECS + TORCH_SPECS:
+        policy = make_policy(fitted(spec, scores_TE, arguments))
+        if policy.stats_key is not None:
+            found.setdefault((spec["name"], policy.stats_key), []).append(policy.batch_stats(scores_TE, context))
+    assert {name for (name, _), stats in found.items() if len(stats) > 1} == {"budget_drop", "xshare"}
+    assert sum(name == "xshare" for name, _ in found) > 2
+    for first, *others in found.values():
+        assert all(torch.equal(first, other) for other in others)
+
+
 def test_the_specs_cover_every_policy_and_every_field() -> None:
     for name, policy in POLICIES.items():
         specs = [spec for spec in SPECS + TORCH_SPECS if spec["name"] == name]

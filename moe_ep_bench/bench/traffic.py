@@ -316,7 +316,8 @@ def _statistics(
     if not wide:
         return {}
     # A case without a policy has no statistics.
-    kinds = [type(one.policy) if one.policy and not one.policy.stats_by_field else one.case_id for one in wide]
+    keys = [one.policy.stats_key if one.policy else None for one in wide]
+    kinds = [one.case_id if key is None else (type(one.policy), *key) for one, key in zip(wide, keys, strict=True)]
     firsts = {kind: case for kind, case in reversed(list(zip(kinds, wide, strict=True)))}
 
     def stats_of(tokens: Tokens) -> list[Tensor]:

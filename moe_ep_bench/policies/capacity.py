@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import (
@@ -138,16 +138,14 @@ class CapacityPolicy(SteppedPolicy):
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keys by which an expert orders its pairs, the largest first: [T, E], float32 or int64."""
-        num_tokens = scores_TE.shape[0]
-        token_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1)
         if self.metric == "score":
             keys_TE = preference(scores_TE, context)
-        elif self.metric == "order":
-            keys_TE = (num_tokens - token_T1).expand_as(scores_TE)
-        elif self.metric == "reverse_order":
-            keys_TE = token_T1.expand_as(scores_TE)
-        else:
+        elif self.metric == "random":
             keys_TE = context.random_keys(scores_TE)
+        else:
+            num_tokens = scores_TE.shape[0]
+            token_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1)
+            keys_TE = (num_tokens - token_T1 if self.metric == "order" else token_T1).expand_as(scores_TE)
         if self.modality == "uniform" or context.modality_T is None:
             return keys_TE
         is_image_T = context.modality_T == IMAGE
@@ -263,7 +261,6 @@ class BudgetDrop(SteppedPolicy):
 
     name = "budget_drop"
     acts_in = ("prefill",)
-    stats_by_field = False
 
     max_dropped: Share | None = None
     max_lost_mass: Share | None = None
@@ -272,6 +269,10 @@ class BudgetDrop(SteppedPolicy):
         if (self.max_dropped is None) == (self.max_lost_mass is None):
             got = "neither" if self.max_dropped is None else "both"
             raise UserError(f"max_dropped and max_lost_mass: expected one of them, got {got}")
+
+    @property
+    def stats_key(self) -> tuple[Any, ...]:
+        return ()
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         top_k_TE = top_k_map(scores_TE, context, self.steps)

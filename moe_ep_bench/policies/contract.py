@@ -213,7 +213,6 @@ class Policy:
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds only the top-k needs
             a model of the others, which results then name; ``check-policy`` finds who does not say so.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
-        stats_by_field: its statistics depend on its fields; else policies of its kind share them.
         experts_in: fields that count experts; a config may ask for as many as the model has.
         file_fields: fields that name files, whose paths configs give relative to themselves.
     """
@@ -222,13 +221,17 @@ class Policy:
     acts_in: ClassVar[tuple[Stage, ...]] = STAGES
     looks_past_top_k: ClassVar[bool] = False
     torch_only: ClassVar[Mapping[str, object]] = {}
-    stats_by_field: ClassVar[bool] = True
     experts_in: ClassVar[tuple[str, ...]] = ()
     file_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def data(self) -> Similarity | None:
         """Data besides scores by which it decides; None = nothing."""
+        return None
+
+    @property
+    def stats_key(self) -> tuple[Any, ...] | None:
+        """All fields on which its statistics depend: policies of its kind with equal ones share them; None = nobody."""
         return None
 
     @property

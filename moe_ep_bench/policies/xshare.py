@@ -17,7 +17,7 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R, Q = r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Count, Routing, RoutingContext, Share, SteppedPolicy, policy
@@ -93,6 +93,10 @@ class XShare(SteppedPolicy):
         alone = self.k0 == 0 and self.scope == "batch" and self.budget is not None  # S is the budget's.
         return max(1, min(context.top_k, self.budget or 0)) if alone else context.top_k
 
+    @property
+    def stats_key(self) -> tuple[Any, ...]:
+        return self.k0, self.scores, self.request_budget if self.scope == "request" else None
+
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         wanted_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)
@@ -121,7 +125,7 @@ class XShare(SteppedPolicy):
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
-        shared_E = self._shared(stats_SE[0] > 0, stats_SE[1], context.num_ranks)
+        shared_E = self.steps.of_all_ranks(self.shared_experts, stats_SE, context.num_ranks)
         if self.scores == "topk":
             map_TE = top_k_map(scores_TE, context, self.steps) & shared_E
         else:
@@ -129,8 +133,9 @@ class XShare(SteppedPolicy):
             map_TE = without_padding(map_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
-    def _shared(self, start_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
-        """S, from what it starts from and the experts' summed scores: bool [E]."""
+    def shared_experts(self, stats_SE: Tensor, num_ranks: int) -> Tensor:
+        """S, from how many tokens each expert starts and the experts' summed scores: bool [E]."""
+        start_E, sums_E = stats_SE[0] > 0, stats_SE[1]
         if self.mass_threshold is not None:
             return start_E | most_mass(start_E, sums_E, self.mass_threshold)
         if self.rank_budget is not None:

@@ -121,7 +121,7 @@ def test_what_cases_share_is_what_each_would_find_alone(model: str, tmp_path: Pa
             summed = None if stats[0] is None else sum(stats)
             for rank, tokens in enumerate(tokens_R):
                 expected = policy.route(tokens.scores_TE, alone.context(case, tokens), summed)
-                assert torch.equal(router.chosen(case, tokens, [summed]).map_TE, expected.map_TE), case.label
+                assert torch.equal(router.chosen(case, tokens, [summed]), expected.map_TE), case.label
                 assert traffic.rows_R[rank]["load_E"].tolist() == expected.map_TE.sum(dim=0).tolist(), case.label
 
 

@@ -232,7 +232,7 @@ class RealRanks(LayerRunner):
         for layer, of_layer in seen.layers.items():
             self.job.guard.feed()
             tokens = self.tokens_of(case, batch, layer)
-            row, _ = case_metrics(case.spec, of_layer.routing, tokens, self.point.ranks_per_node)
+            row, _ = case_metrics(of_layer.routing.map_TE, tokens, self.point.ranks_per_node)
             row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
             row["output_error"] = None
             if layer == last and case.spec.role != BALANCED and native is not None:

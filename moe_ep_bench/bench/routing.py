@@ -84,11 +84,10 @@ class Router:
         routed = self._routed(form_of(case.policy or NATIVE, tokens.scores_TE.device), case, tokens, stats_MSE)
         return Routing(_joined([one.map_TE for one in routed]), _joined([one.weights_TE for one in routed]))
 
-    def chosen(self, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None = None) -> Routing:
-        """The same pairs with weights of zero: cases share what follows from the tokens alone."""
+    def chosen(self, case: CaseSpec, tokens: Tokens, stats_MSE: Iterable[Tensor] | None = None) -> Tensor:
+        """The same pairs without weights, bool [T, E]: cases share what follows from the tokens alone."""
         form = form_of(case.policy or NATIVE, tokens.scores_TE.device, is_shared=True)
-        map_TE = _joined([one.map_TE for one in self._routed(form, case, tokens, stats_MSE)])
-        return Routing(map_TE, tokens.scores_TE.new_zeros(()).expand(map_TE.shape))
+        return _joined([one.map_TE for one in self._routed(form, case, tokens, stats_MSE)])
 
     def chosen_apart(self, case: CaseSpec, tokens: Tokens) -> list[tuple[Tensor, Tensor]]:
         """Of each micro-batch the pairs with experts of other ranks, and with a rank's own, whichever rank that is.
@@ -164,7 +163,7 @@ class Router:
             return None
 
         def load_of(tokens: Tokens) -> Tensor:
-            return self.chosen(case, tokens.seen_by(case)).map_TE.sum(dim=0).double()
+            return self.chosen(case, tokens.seen_by(case)).sum(dim=0).double()
 
         # Batch after batch, because each starts from what those before it left.
         for number in range(1, batch + 1):
@@ -251,18 +250,18 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def case_metrics(
-    case: CaseSpec, routing: Routing, tokens: Tokens, ranks_per_node: int = RANKS_PER_NODE, num_parts: int = 1
+    map_TE: Tensor, tokens: Tokens, ranks_per_node: int = RANKS_PER_NODE, num_parts: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A row of the table ``routing``, and what each micro-batch sends to experts in their own slots.
+    """A row of the table ``routing`` of the pairs that a case computes, and what each micro-batch sends to home slots.
 
     The row has ``routing_metrics``, and loads of image tokens where there are any.
     """
     row: dict[str, Any] = {"rank": tokens.rank, "batch": tokens.batch, "layer": tokens.layer}
     of_tokens = tokens.scores_TE, tokens.context, tokens.of_scores
-    metrics, parts = metrics_of_parts(routing.map_TE, *of_tokens, ranks_per_node, num_parts)
+    metrics, parts = metrics_of_parts(map_TE, *of_tokens, ranks_per_node, num_parts)
     row |= metrics
     if tokens.context.modality_T is not None:
         is_image_T, valid_T = tokens.context.modality_T == IMAGE, tokens.context.token_mask_T
         row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
-        row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).cpu().numpy()
+        row["image_load_E"] = map_TE[is_image_T].sum(dim=0).cpu().numpy()
     return row, parts

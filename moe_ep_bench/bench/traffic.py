@@ -259,8 +259,8 @@ def _route_case(
     sizes = point.ranks_per_node, point.num_parts
 
     def routed() -> tuple[Tensor, Row, list[Row]]:
-        routing = router.chosen(case, tokens, stats_MSE)
-        return routing.map_TE, *case_metrics(case, routing, tokens, *sizes)
+        map_TE = router.chosen(case, tokens, stats_MSE)
+        return map_TE, *case_metrics(map_TE, tokens, *sizes)
 
     map_TE, row, parts = routed() if case.policy is not None else tokens.once(("native", *sizes), routed)
     row = row | {"layer": point.row_layer(tokens.layer)}

@@ -240,6 +240,8 @@ class ExpandedDrop(CapacityPolicy):
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
         count = self.further_experts(num_experts, context)
+        if count == 0:
+            return top_k_TE
         if self.scope == "global":
             others_TE = self.steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)

@@ -142,13 +142,32 @@ def test_the_answer_says_which_layers_got_slots(
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
     assert main(["show", str(tmp_path / "out")]) == OK
     cases = json.loads(next((tmp_path / "out").rglob("run.json")).read_text())["cases"].values()
-    divided = next(case["spare_by_layer"] for case in cases if case["role"] == "replication")
+    divided = next(case for case in cases if case["role"] == "replication")
+    said = spare_words(divided["spare_by_layer"], divided["spare_layers"])
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert f"EPLB, 0.6 spare per layer and rank, window=2: {spare_words(divided)}" in shown
+    assert f"EPLB, 0.6 spare per layer and rank, window=2: {said}" in shown
+
+
+def test_a_division_names_layers_as_the_model_does_also_those_that_are_not_asked_about(tmp_path: Path) -> None:
+    sizes = {"length_S": (40, 25, 55), "num_experts": 64, "top_k": 6, "num_layers": 3}
+    trace = write_trace(tmp_path / "one.safetensors", **sizes, source_layers="3,7,9")
+    workload = {"kind": "recorded", "trace": str(trace), "layer": 1, "tail": "popularity", "num_tokens": 20}
+    emulate = {"links": "h100-nvlink4", "device": "h100-sxm", "replication": [{"spare_budget": 1, "window": 2}]}
+    parts = {"model": {"preset": "deepseek-v2-lite"}, "layer": {"ep_size": 4}, "policies": [{"name": "topk"}]}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**parts, "workload": {**workload, "num_batches": 3}, "emulate": emulate}))
+    (point,) = plan(path, [], VIRTUAL)
+    facts = point.case_facts(replicated(point))
+    assert len(facts.spare_by_layer) == 3
+    assert facts.spare_layers == [3, 7, 9]
 
 
 def test_words_of_a_division() -> None:
-    assert spare_words([0, 2, 1, 0, 1]) == "4 spare slots of a rank in 3 of 5 recorded layers (2 in 1; 1 in 2, 4)"
+    assert (
+        spare_words([0, 2, 1, 0, 1]) == "4 spare slots of a rank in 3 of 5 recorded layers (2 in row 1; 1 in rows 2, 4)"
+    )
+    named = spare_words([0, 2, 1, 0, 1], range(3, 8))
+    assert named == "4 spare slots of a rank in 3 of 5 recorded layers (2 in layer 4; 1 in layers 5, 7)"
     assert spare_words([0, 0]) == "0 spare slots of a rank in 0 of 2 recorded layers"
 
 

@@ -245,6 +245,7 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
         "label": case_label(facts),
         **values_of("", facts, ("role", "looks_past_top_k", "by_torch", "data_model", "settings")),
         "spare_by_layer": facts.spare_by_layer and tuple(facts.spare_by_layer),
+        "spare_layers": tuple(facts.spare_layers),
         "comparison": comparison,
         "policy_params": params_json(facts.policy_params),
         "capacity_factor": None if factor is None else float(factor),

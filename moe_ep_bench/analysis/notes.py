@@ -143,7 +143,13 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
             "all to {:.1f} % of the mean",
             _matched(facts),
         ),
-        ("{}: {}", [*zip(budgets["label"], budgets["spare_by_layer"].map(spare_words), strict=True)]),
+        (
+            "{}: {}",
+            [
+                (label, spare_words(spare, layers))
+                for label, spare, layers in budgets[["label", "spare_by_layer", "spare_layers"]].itertuples(index=False)
+            ],
+        ),
         (
             "busy experts were placed on ranks at random once; other seeds give other placements (sweep workload.seed)",
             bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw,

@@ -266,10 +266,11 @@ class Point:
 
     def case_facts(self, case: CaseSpec) -> CaseFacts:
         """What ``run.json`` says of a case."""
-        wanted, spare_L = case.replication, None
+        wanted, divided = case.replication, {}
         if isinstance(wanted, ReplicationConfig) and wanted.spare_budget is not None:
             spare_L = list(self.spare_by_layer(wanted))
-        return case.facts(extra_bytes_per_rank=self.extra_bytes_per_rank(case), spare_by_layer=spare_L)
+            divided = {"spare_by_layer": spare_L, "spare_layers": self._model_layers(range(len(spare_L)))}
+        return case.facts(extra_bytes_per_rank=self.extra_bytes_per_rank(case), **divided)
 
     @cached_property
     def comparison_id(self) -> str:
@@ -360,6 +361,13 @@ class Point:
             cuda_graph=self.scope if self.layer_backend.cuda_graph else None,
         )
 
+    def _model_layers(self, rows: Sequence[int]) -> list[int]:
+        """What the model calls layers of the recording; empty where nothing tells, or it has the same numbers."""
+        assert isinstance(self.workload, RecordedWorkload)
+        layers = [self.workload.traces[0].layer_of(row, self.model.moe_layers) for row in rows]
+        known = [layer for layer in layers if layer is not None]
+        return known if len(known) == len(rows) and known != [*rows] else []
+
     @property
     def _workload_facts(self) -> WorkloadFacts:
         """The workload's facts, its padding, and what a named skew was calibrated to."""
@@ -370,8 +378,7 @@ class Point:
             some = self.rank_tokens[self.rank_tokens > 0]
             facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
         if self.layer is not None and isinstance(self.workload, RecordedWorkload):
-            number = self.workload.traces[0].layer_of(self.layer, self.model.moe_layers)
-            facts["model_layers"] = [] if number in (None, self.layer) else [number]
+            facts["model_layers"] = self._model_layers([self.layer])
         if isinstance(config, SyntheticConfig):
             # The skew's load of the fullest rank may be of another EP size.
             placed = is_drawn(experiment, self.ep_size) and config.targets(experiment.model)["rank_load"]

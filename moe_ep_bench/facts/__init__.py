@@ -508,6 +508,7 @@ class CaseFacts(JsonRecord):
     by_torch: bool = False  # a policy without a compiled form on GPUs
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     spare_by_layer: list[int] | None = None  # slots of a rank, of a budget for all layers of a recording
+    spare_layers: list[NonNegativeInt] = []  # what the model calls these layers, where it has other numbers
     order: int = 0  # in the config
     stage: str | None = None  # of ``quality``: in which it is judged
     policy_code: str | None = None  # hash of a user's policy, or of the data that a policy reads

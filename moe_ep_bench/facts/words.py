@@ -577,11 +577,20 @@ def skew_words(layers: SkewLayers) -> str:
     )
 
 
-def spare_words(spare_by_layer: Sequence[int]) -> str:
-    """Which layers of a recording got how many slots of a budget."""
+def spare_words(spare_by_layer: Sequence[int], model_layers: Sequence[int] = ()) -> str:
+    """Which layers of a recording got how many slots of a budget.
+
+    Args:
+        model_layers: what the model calls all of them; else they are named by their rows.
+    """
     numbers = sorted({*spare_by_layer} - {0}, reverse=True)
-    layers = {number: [layer for layer, spare in enumerate(spare_by_layer) if spare == number] for number in numbers}
-    given = "; ".join(f"{number} in {', '.join(map(str, listed))}" for number, listed in layers.items())
+    names = list(zip(model_layers or range(len(spare_by_layer)), spare_by_layer, strict=True))
+    layers = {number: [name for name, spare in names if spare == number] for number in numbers}
+    noun = "layer" if model_layers else "row"
+    given = "; ".join(
+        f"{number} in {noun}{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+        for number, listed in layers.items()
+    )
     num_given = sum(map(len, layers.values()))
     total = f"{sum(spare_by_layer)} spare slots of a rank in {num_given} of {len(spare_by_layer)} recorded layers"
     return f"{total}{given and f' ({given})'}"

@@ -27,6 +27,7 @@ from results_builder import (
     write_whole,
 )
 
+from moe_ep_bench.analysis import notes
 from moe_ep_bench.analysis import tables as tables_module
 from moe_ep_bench.analysis.cases import Store, cases, load
 from moe_ep_bench.analysis.columns import milliseconds
@@ -486,6 +487,28 @@ def test_points_within_the_noise_are_hollow_and_what_drops_everything_sets_no_sc
     assert set(drawing.rows["label"]) == {"topk", "oea k0=3"}
     hollow = [line for line in drawing.figure.axes[0].lines if line.get_markerfacecolor() == "none"]
     assert [line.get_xdata()[0] for line in hollow if len(line.get_xdata())] == [pytest.approx(100)]
+
+
+@pytest.mark.parametrize(("is_one", "batches"), [(True, 10), (False, 10), (True, 2)])
+def test_an_interval_of_one_draw_says_so_where_no_title_does(tmp_path: Path, is_one: bool, batches: int) -> None:
+    targets = {"peak_load": 2.0, **({} if is_one else {"pattern": "every second"})}
+    for titled in (False, True):
+        workload = {"kind": "synthetic", "description": "skewed", "tail_model": None, "targets": targets}
+        facts = {"workload": {**workload, "is_one_draw": titled}}
+        comparison = FakeComparison("c0", facts, [*native(), drop(1.0, 1.5)], num_batches=batches, num_iterations=1)
+        store = store_of(tmp_path / str(titled), comparison)
+        says = is_one and not titled and batches == 10
+        for name in ("speedup", "pareto"):
+            drawing = drawn(name, store)
+            assert ("Whiskers: 95 % interval, one draw." in drawing.how) == says
+            assert (notes.ONE_DRAW in words(drawing.figure)) == (notes.ONE_DRAW in " ".join(drawing.words)) == says
+            assert drawing.rows["is_one_draw"].tolist() == [is_one]
+
+
+def test_of_several_traffics_some_intervals_are_of_one_draw() -> None:
+    said = notes.interval_words([True, True, False], [True, False, True])
+    assert said.startswith("Whiskers: 95 % interval, some of one draw, or smallest and largest pair ")
+    assert notes.interval_words([False], [True]).startswith("Whiskers: smallest and largest pair ")
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure as Sheet
 from moe_ep_bench.analysis.cases import COMPARISON, FACTOR, cases
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, SERVED, ends, labels
 from moe_ep_bench.analysis.marks import Panel, facets, panels_of
-from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
+from moe_ep_bench.analysis.notes import NOT_FUSED, ONE_DRAW, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.served import QUANTITIES
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
@@ -160,7 +160,11 @@ def draw(
     titled = not bare or drawn["facet"].nunique() > 1
     panels = panels_of(figure.panels, drawn)
     sheet, body = facets(drawn, panels, looks, beside=beside, most=figure.most, titled=titled)
-    how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
+    is_interval, is_one_draw = _whiskers(drawn)
+    intervals = interval_words(is_interval, is_one_draw) if is_interval else ""
+    how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": intervals})
+    if "{intervals}" in figure.how and any(map(all, zip(is_interval, is_one_draw, strict=True))):
+        notes.append(ONE_DRAW)
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     footer = _footer(drawn, notes, figure)
     dress(sheet, *(("", "", (), ()) if bare else (figure.title, how, footer, tags)), body=body)
@@ -225,11 +229,15 @@ def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.copy().assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
 
 
-def _intervals(rows: pd.DataFrame) -> str:
+def _whiskers(rows: pd.DataFrame) -> tuple[list[bool], list[bool]]:
+    """Of each speedup's whiskers whether they are an interval, and whether of one draw of which no title speaks."""
     if "speedup_is_interval" not in rows:
-        return ""
+        return [], []
     judged = rows[rows["speedup_median"].notna() & rows["role"].isin(["policy", "replication"])]
-    return interval_words([value is True or value == 1 for value in judged["speedup_is_interval"].dropna()])
+    judged = judged.dropna(subset="speedup_is_interval")
+    pairs = zip(judged["is_one_draw"], judged["facts"], strict=True)
+    of_one = [bool(is_one) and not facts.workload.is_one_draw for is_one, facts in pairs]
+    return [bool(value) for value in judged["speedup_is_interval"]], of_one
 
 
 def _footer(rows: pd.DataFrame, notes: Sequence[str], figure: Figure) -> list[str]:

@@ -31,7 +31,7 @@ from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.facts.words import Parts, basis_words, traffic_parts
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
-_SPEEDUP = (*ends("speedup"), "speedup_is_interval", "floor_low", "floor_high")
+_SPEEDUP = (*ends("speedup"), "speedup_is_interval", "is_one_draw", "floor_low", "floor_high")
 
 
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------

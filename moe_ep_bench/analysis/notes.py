@@ -54,6 +54,7 @@ MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of 
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: do not compare phase shares with a paper's"
+ONE_DRAW = "busy experts were placed on ranks at random once; other seeds give other placements (sweep workload.seed)"
 NO_TIMES = "loads are no times, and no speed is claimed"
 READING = "loads, activated experts and traffic include computed padding; drops and mass kept cover valid tokens only"
 
@@ -150,10 +151,7 @@ def _of_routing(store: Store, one: Comparison, rows: pd.DataFrame, ok: pd.DataFr
                 for label, spare, layers in budgets[["label", "spare_by_layer", "spare_layers"]].itertuples(index=False)
             ],
         ),
-        (
-            "busy experts were placed on ranks at random once; other seeds give other placements (sweep workload.seed)",
-            bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw,
-        ),
+        (ONE_DRAW, bool(rows["is_one_draw"].iloc[0]) and not facts.workload.is_one_draw),
         (f"{READING}; native spends {{:.1f}} % of its pairs on it", padding),
         (
             "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and "
@@ -482,14 +480,20 @@ def leaves_idle(rows: pd.DataFrame) -> bool:
 # ---- words of statistics ---------------------------------------------------------------------------------------------
 
 
-def interval_words(is_interval: Sequence[bool]) -> str:
-    """What whiskers are: an interval, or the ends of the samples where batches are too few for one."""
+def interval_words(is_interval: Sequence[bool], is_one_draw: Sequence[bool]) -> str:
+    """What whiskers are: an interval, or the ends of the samples where batches are too few for one.
+
+    Args:
+        is_one_draw: whether one draw of the traffic is behind each, and nothing else says so.
+    """
     few = f"fewer than {MIN_BATCHES} batches"
+    of_one = [one for known, one in zip(is_interval, is_one_draw, strict=True) if known]
+    interval = f"95 % interval{', one draw' if all(of_one) else ', some of one draw' if any(of_one) else ''}"
     if all(is_interval):
-        return "Whiskers: 95 % interval."
+        return f"Whiskers: {interval}."
     if not any(is_interval):
         return f"Whiskers: smallest and largest pair ({few} give no interval)."
-    return f"Whiskers: 95 % interval, or smallest and largest pair where there are {few}."
+    return f"Whiskers: {interval}, or smallest and largest pair where there are {few}."
 
 
 def chance_words(number: int) -> list[str]:

@@ -885,6 +885,24 @@ def test_turns_look_at_enough_pairs_of_each_rank_to_tell_a_turn_from_chance(tmp_
         assert point.workload.num_tokens * point.model.top_k / ep_size >= 512
 
 
+@pytest.mark.parametrize("stage", ["--tokens", "--decode-tokens"])
+def test_every_candidate_can_be_asked_about_at_another_value(stage: str, tmp_path: Path) -> None:
+    """By what an answer knows of it; of a model with shared experts, which some candidate moves."""
+    more = 'policies=[{name: token_drop, capacity_factor: {"0-12": 1.0, "13-25": 1.5}}]'
+    flags = "--model", "deepseek-v2-lite", "--device", "h100-sxm", "--ep", "8", "--peak-load", "3", stage, "2048"
+    for changes in ((), ("--set", more)):
+        asked = ["advise", *flags, *changes, "--set", "emulate.overlap=none", "--out", str(tmp_path)]
+        question = ask(make_parser().parse_args(asked), BOUNDS)
+        question.config.write_text(question.text)
+        (point, *_) = question.comparisons
+        cases = [case for case in point.cases if case.role in ("policy", "replication")]
+        facts = [case.facts() for case in cases]
+        assert {"waterfill"} <= {one.policy for one in facts}
+        rules = [(one.policy, json.dumps(one.policy_params)) for one in facts]
+        there = question.at({**dict(point.experiment.point), "workload.peak_load": 2.0}, rules, 2**20)
+        assert {case.label for case in there.cases} >= {case.label for case in cases}
+
+
 def test_a_probed_point_has_the_candidates_that_its_files_would_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

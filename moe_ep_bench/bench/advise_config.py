@@ -117,6 +117,9 @@ class Question:
         for name, params in rules:
             key = "policies" if name in policies else "rebalance" if name in moving else "replication"
             own = {field: value for field, value in json.loads(params).items() if value is not None}
+            own |= own.pop("by_layer", {})
+            if name == "waterfill":  # Its slots and its time are given, and no keys.
+                own = {}
             chosen[key].append(own if key == "replication" else {"name": name, **own})
         raw["policies"] = chosen.pop("policies") or _NATIVE
         links = load_device(emulate.get("device", DEVICE)).links

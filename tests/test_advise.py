@@ -45,7 +45,7 @@ from moe_ep_bench.cost_model.expert_rows import load_device
 from moe_ep_bench.cost_model.phases import PassWork, outside_moe_us
 from moe_ep_bench.cost_model.tables import load_links
 from moe_ep_bench.errors import OK, USER_ERROR, UserError
-from moe_ep_bench.facts import Assumption
+from moe_ep_bench.facts import Assumption, MissingRows
 from moe_ep_bench.facts.words import assumption_words, rest_words
 from moe_ep_bench.models import load_model
 
@@ -90,11 +90,15 @@ def advised(root: Path, *cases: FakeCase, mode: str = "run", memory: float | Non
     """The answer to one comparison; replicas take so much memory on each rank."""
     directory = write_run(root, [comparison_of(*cases, **changes)], mode)
     if memory is not None:
-        document = json.loads((directory / "run.json").read_text())
-        for case in document["cases"].values():
-            case["extra_bytes_per_rank"] = memory if case["role"] == "replication" else None
-        (directory / "run.json").write_text(json.dumps(document))
+        replicas_take(directory, memory)
     return advice_text(load_timed(directory), BOUNDS)
+
+
+def replicas_take(directory: Path, memory: float) -> None:
+    document = json.loads((directory / "run.json").read_text())
+    for case in document["cases"].values():
+        case["extra_bytes_per_rank"] = memory if case["role"] == "replication" else None
+    (directory / "run.json").write_text(json.dumps(document))
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -142,8 +146,12 @@ def test_the_pick_follows_the_rule(balanced: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lossy", "first", "beside"),
     [
-        (1.3, "Use token_drop", "Without loss the fastest is EPLB, 1 spare per rank, 1.100 times native: nothing"),
-        (1.15, "Use EPLB", "Within the bounds the fastest is token_drop capacity_factor=1.5, 1.150 times native:"),
+        (1.3, "Use token_drop", "Without loss the best is EPLB, 1 spare per rank, 1.100 times native: nothing"),
+        (
+            1.15,
+            "Use EPLB",
+            "With loss within the bounds the best is token_drop capacity_factor=1.5, 1.150 times native:",
+        ),
         (None, "Use EPLB", "In a server: vLLM --enable-expert-parallel"),
     ],
 )
@@ -273,7 +281,7 @@ def test_the_answer_comes_first_with_its_costs_and_why(tmp_path: Path) -> None:
     gain = "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms, 23.1 % less"
     assert use == f"Use token_drop capacity_factor=1.5: {gain} (measured)."
     assert costs == "It costs: 8.0 % of the pairs are dropped, 96.0 % of the mass is kept."
-    assert beside.startswith("Without loss the fastest is EPLB")
+    assert beside.startswith("Without loss the best is EPLB")
     assert why.startswith("Why: a rank's mean time with native is ")
     assert changes.startswith("token_drop capacity_factor=1.5 makes that ")
     assert (
@@ -1121,6 +1129,24 @@ def test_three_traffics_of_many_ranks_share_the_scores_of_one() -> None:
         one, three = (asked_of(*large, *peak).comparisons for peak in (("--peak-load", "3"), ()))
         (alone,) = {of.experiment.emulate.sample_tokens for of in one}
         assert {share * of.experiment.emulate.sample_tokens for of in three} == {alone}
+
+
+def test_an_answer_without_a_traffic_says_what_memory_its_picks_take_and_what_is_not_installed(tmp_path: Path) -> None:
+    points = [{"point": {"workload.peak_load": load}} for load in (2, 3)]
+    made = [comparison_of(eplb(1.2), comparison_id=str(number), facts=one) for number, one in enumerate(points)]
+    missing = MissingRows(kind="package", name="p", known=("q[r]",))
+    assumed = [
+        Assumption(kind="traffics", names=["X"], peak_loads=(1.0, 2.0, 3.0)),
+        Assumption(kind="modelled", names=["experts", "exchange"], missing=missing),
+    ]
+    question: Any = SimpleNamespace(assumptions=assumed)
+    replicas_take(write_run(tmp_path, made), 2**30)
+    text = advice_text(load(tmp_path), BOUNDS, question)
+    lines = text.splitlines()
+    assert lines.count("It costs: nothing is dropped, 1 GiB more memory on each rank.") == 2
+    (said,) = (place for place, line in enumerate(lines) if "p is not installed" in line)
+    assert lines[said].startswith("Experts and exchange modelled: p is not installed; expected: launch/setup.sh ")
+    assert lines[said + 1].startswith("For ")
 
 
 def test_an_answer_without_a_traffic_is_a_line_for_each(tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ LAYER = {"name": "table:a", "shape": (2048, 768, 128, 8), "ep_size": 16}
 @pytest.mark.parametrize(
     ("missing", "expected"),
     [
-        ({"kind": "package", "name": "p", "known": ("q[r]",)}, "p is not installed; expected: pip install 'q[r]'"),
+        (
+            {"kind": "package", "name": "p", "known": ("q[r]",)},
+            "p is not installed; expected: launch/setup.sh --with tables, or pip install 'q[r]'",
+        ),
         (
             {"kind": "part", "name": "h10", "part": "system", "known": ("a", "h100")},
             "expected a system of a, h100; got 'h10' (did you mean h100?)",

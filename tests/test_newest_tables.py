@@ -177,7 +177,8 @@ def test_advise_models_all_where_the_package_is_not_installed(monkeypatch: pytes
     taken, notes = question("--model", "mixtral-8x7b", "--ep", 8, "--tokens", 4096, "--peak-load", 2)
     assert (taken["device"], taken["links"]) == ("h100-sxm", "h100-nvlink4")
     assert notes[0] == (
-        "experts and exchange modelled: no-such-package is not installed; expected: pip install 'moe-ep-bench[tables]'"
+        "experts and exchange modelled: no-such-package is not installed; expected: launch/setup.sh --with tables, or "
+        "pip install 'moe-ep-bench[tables]'"
     )
 
 

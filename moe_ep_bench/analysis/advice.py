@@ -43,8 +43,6 @@ from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ResultsError, read_document
 
 ADVICE = "advice.json"
-# What stands with the answer, not among what else is assumed.
-ASKED_LAYERS = "asked_layers"
 # Shares are sums of float32.
 DIGITS = 6
 ROUNDING = 10**-DIGITS
@@ -368,6 +366,11 @@ def read_advices(directories: Iterable[Path], passed_over: list[str]) -> list[Ad
 # ---- sentences -------------------------------------------------------------------------------------------------------
 
 
+def is_said_first(assumed: Assumption) -> bool:
+    """Whether it stands with the picks, which it may change, and not among what else is assumed."""
+    return assumed.kind == "asked_layers" or (assumed.missing is not None and assumed.missing.kind == "package")
+
+
 def advice_lines(advice: Advice) -> list[str]:
     """The picks, what they cost, and for what they hold: a block of lines for each answer."""
     blocks = []
@@ -376,8 +379,11 @@ def advice_lines(advice: Advice) -> list[str]:
         lines = _brief_lines(answer) if is_brief else _answer_lines(answer, advice.versus)
         lines, name = "\n".join(lines), advice.name_of(answer)
         blocks.append(f"At {name}: {lines}" if name else lines)
-    of_layers = [f"\n{assumption_words(one)}." for one in advice.assumptions if one.kind == ASKED_LAYERS]
-    blocks[-1] += f"{''.join(of_layers)}\n{_for(advice)}"
+    first = [
+        f"\n{words[0].upper()}{words[1:]}."
+        for words in map(assumption_words, filter(is_said_first, advice.assumptions))
+    ]
+    blocks[-1] += f"{''.join(first)}\n{_for(advice)}"
     return blocks
 
 
@@ -434,11 +440,16 @@ def _native_lines(native: Case) -> Iterator[str]:
 
 
 def _brief_lines(answer: Answer) -> Iterator[str]:
-    """Of one traffic among several: the pick, and what it loses where it loses something."""
+    """Of one traffic among several: the pick, and what it loses, or the memory that it takes."""
     pick = answer.pick
     yield next(_answer_lines(answer, None))
-    if pick is not None and costs_answers(pick.missing_share, pick.retained_mass):
-        yield from _cost_lines(answer, pick)
+    if pick is None:
+        return
+    cost, *others = _cost_lines(answer, pick)
+    if costs_answers(pick.missing_share, pick.retained_mass):
+        yield from (cost, *others)
+    elif pick.extra_gib_per_rank:
+        yield cost
 
 
 def _pick_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
@@ -466,8 +477,8 @@ def _cost_lines(answer: Answer, pick: Candidate) -> Iterator[str]:
     yield f"It costs: {_cost(pick)}."
     other, loses = answer.beside, costs_answers(pick.missing_share, pick.retained_mass)
     if other is not None:
-        which = "Without loss" if loses else "Within the bounds"
-        yield f"{which} the fastest is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
+        which = "Without loss" if loses else "With loss within the bounds"
+        yield f"{which} the best is {other.label}, {other.speedup:.3f} times native: {_cost(other)}."
     elif loses:
         yield "Without loss none is significantly faster than native."
 

@@ -15,7 +15,6 @@ import pandas as pd
 
 from moe_ep_bench.analysis.advice import (
     ADVICE,
-    ASKED_LAYERS,
     Advice,
     Answer,
     Candidate,
@@ -34,6 +33,7 @@ from moe_ep_bench.analysis.advice import (
     advice_lines,
     costs_answers,
     growth_words,
+    is_said_first,
     note_lines,
     read_advices,
     write_advice,
@@ -97,15 +97,15 @@ def advise(store: Store, bounds: Bounds, question: Question | None = None, versu
         min_retained=bounds.min_retained,
         versus=versus,
         answers=answers,
-        assumptions=list(question.assumptions) if question else _said_of_layers(store),
+        assumptions=list(question.assumptions) if question else _said_first(store),
         notes=list(_notes(store, rows, about, natives)),
     )
 
 
-def _said_of_layers(store: Store) -> list[Assumption]:
-    """Which layers stand for all in results that are only read, as the answer beside them has it."""
+def _said_first(store: Store) -> list[Assumption]:
+    """What stands with the picks of results that are only read, as the answer beside them has it."""
     before = read_advices((one.folder for one in store.directories), [])
-    return [one for advice in before for one in advice.assumptions if one.kind == ASKED_LAYERS]
+    return [one for advice in before for one in advice.assumptions if is_said_first(one)]
 
 
 def _rows(store: Store, bounds: Bounds, versus: str | None) -> pd.DataFrame:
@@ -129,7 +129,7 @@ def _text(advice: Advice, store: Store, bounds: Bounds) -> str:
     for answer in () if has_assumed_traffic(advice.assumptions) else advice.answers:
         own, name = rows[rows["comparison_id"] == answer.comparison_id], advice.name_of(answer)
         tables += [_table(store, own, name and f"at {name}", advice.versus)] if len(own) else []
-    assumed = [one for one in advice.assumptions if one.kind != ASKED_LAYERS]  # which the first lines say
+    assumed = [one for one in advice.assumptions if not is_said_first(one)]
     notes = "\n".join(f"  {note}" for note in (*map(assumption_words, assumed), *note_lines(advice)))
     return "\n\n".join([*advice_lines(advice), *([render(tables, "text")] if tables else []), notes])
 

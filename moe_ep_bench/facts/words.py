@@ -467,7 +467,8 @@ def assumption_words(assumed: Assumption) -> str:
         _, typical, hard = assumed.peak_loads
         known = f"balanced traffic, typical (peak load {typical:g}) and hard (peak load {hard:g})"
         yours = "your server's counts of experts say which is yours (--counts, docs/servers.md)"
-        return f"no traffic was given: assumed: {known}, as recorded of {names}; {yours}"
+        whole = "with one of them (--peak-load) the answer has all candidates, reasons and where it turns"
+        return f"no traffic was given: assumed: {known}, as recorded of {names}; {yours}; {whole}"
     if assumed.kind == "counted_layers":
         assert assumed.counted is not None
         return f"{assumed.counted.file}: {counted_words(assumed.counted)}"
@@ -500,7 +501,8 @@ def assumption_words(assumed: Assumption) -> str:
 def missing_words(missing: MissingRows) -> str:
     """What tables have no rows of; an error and an answer say it alike."""
     if missing.kind == "package":
-        return f"{missing.name} is not installed; expected: pip install '{', '.join(missing.known)}'"
+        extra = ", ".join(missing.known)
+        return f"{missing.name} is not installed; expected: launch/setup.sh --with tables, or pip install '{extra}'"
     if missing.kind == "part":
         got = f"{brief(missing.name)}{did_you_mean(missing.name, missing.known)}"
         return f"expected a {missing.part} of {', '.join(missing.known) or 'none'}; got {got}"

@@ -250,7 +250,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = describe_workload(comparison.subject)
-        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of its 3 layers used: " in described
+        assert f"loads of layer {one.workload.layer} counted in counts.json (2 of 3 layers used: " in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
     assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"
@@ -272,7 +272,7 @@ def test_a_layer_is_the_models_whether_or_not_a_file_has_rows_of_dense_ones(of_m
         load_E = top_k_load(point.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 512, expected_E, atol=0.06)
     reason = "layer 2 has no counts" if of_moe_layers else "1 is dense in this model, layer 2 has no counts"
-    assert f"{'2 of its 3' if of_moe_layers else '2 of its 4'} layers used: {reason}" in describe_workload(
+    assert f"{'2 of 3' if of_moe_layers else '2 of 4'} layers used: {reason}" in describe_workload(
         points[0].subject
     )
     (dense,) = load_experiments(path, ["workload.layer=0"], on_cpu=True)
@@ -304,7 +304,7 @@ def test_an_answer_by_own_counts_calls_no_skew_assumed_and_says_which_layers_cou
     asked += ["--set", "sweep.workload.seed=[1]", "--set", "emulate.overlap=none"]
     assert main(["advise", *asked]) == 0
     text = capsys.readouterr().out
-    assert "counts.json: 4 of its 5 layers used: layer 0 has no counts" in text
+    assert "counts.json: 4 of 16 layers used: layers 0, 5 to 15 have no counts" in text
     assert "skew is assumed" not in text
     pick = text.splitlines()[0]
     found = re.match(r"Use (.*): a layer is (\S+) times as fast as native, (\S+) in place of (\S+) ms", pick)

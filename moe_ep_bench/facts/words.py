@@ -527,14 +527,14 @@ def _layers_asked_words(layers: AskedLayers) -> str:
 
 
 def counted_words(counted: CountedLayers) -> str:
-    """How many layers of a file of counts are used, and why others are not; some are not."""
+    """Of how many layers a file of counts is used, and why of others not; some are not."""
     dense, missing = counted.dense, counted.missing
     whole = counted.used + len(dense) + len(missing)
     why = [f"{len(dense)} {'is' if len(dense) == 1 else 'are'} dense in this model"] if dense else []
     if missing:
         several = len(missing) > 1
         why.append(f"layer{'s' * several} {in_ranges(missing)} {'have' if several else 'has'} no counts")
-    return f"{counted.used} of its {whole} layers used: {', '.join(why)}"
+    return f"{counted.used} of {whole} layers used: {', '.join(why)}"
 
 
 def rest_words(rest: Rest) -> str:

@@ -213,7 +213,7 @@ def read_counts(path: Path, moe_layers: Sequence[int] = ()) -> LayerCounts:
             f"{path}: expected counts of layers that the model routes ({in_ranges(moe_layers)}), or a row of each of "
             f"these {len(moe_layers)} alone; got {len(count_LE)} rows, with counts of layer {in_ranges(others)}"
         )
-    without = [number for number in numbers if number not in loads]
+    without = [number for number in sorted({*numbers, *moe_layers}) if number not in loads]
     last = max(moe_layers, default=0)
     dense = [number for number in without if number < last and number not in moe_layers]
     return LayerCounts(loads, dense, [number for number in without if number not in dense])

@@ -186,7 +186,7 @@ def test_what_fits_no_layer_is_refused_by_its_own_words(of_kinds: Path, tmp_path
     assert refusal(question, *OLMOE, "--ep", 7, "--trace", of_kinds).startswith(of_model)
     short = recording(tmp_path / "short.safetensors", [*range(9)])
     both = f"sweep.workload.trace=[[{of_kinds}], [{short}]]"
-    assert "short.safetensors: layer: expected 0 to 8, got " in refusal(
+    assert "short.safetensors: layer: expected a row of the recording, 0 to 8, got " in refusal(
         question, *OLMOE, "--trace", of_kinds, "--set", both
     )
     counts = tmp_path / "counts.json"

@@ -424,7 +424,7 @@ def test_a_latex_table_has_a_caption_of_one_sentence_and_all_else_as_notes(direc
     first, *others = notes.strip().removeprefix(r"\footnotesize").strip().split("\n\n")
     assert first.startswith("Measured, ")
     assert "bfloat16, true sizes." in first
-    assert "Lynx: oom: too large." in others
+    assert "lynx: oom: too large." in others, "a policy keeps its name"
     assert any(line.startswith("Speedup: slowest rank's layer time") for line in others)
     assert not [line for line in latex.splitlines() if line.startswith("%")][1:], "no note is a comment"
 

@@ -117,7 +117,7 @@ def test_a_broken_recording_is_refused_in_one_line(tmp_path, begin):
 @pytest.mark.parametrize("left", [0, 100, -1])
 def test_a_truncated_file_and_a_layer_beyond_the_last_are_refused(tmp_path, left):
     path = write_parts(tmp_path / "toy.safetensors", *parts())
-    with pytest.raises(ValueError, match=f"layer: expected 0 to {LAYERS - 1}, got {LAYERS}"):
+    with pytest.raises(ValueError, match=f"layer: expected a row of the recording, 0 to {LAYERS - 1}, got {LAYERS}"):
         open_trace(path).read_layer(LAYERS)
     path.write_bytes(path.read_bytes()[:left])
     assert refusal(read_all, path).startswith(f"{path}: not a whole, readable safetensors file (")

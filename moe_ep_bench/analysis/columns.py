@@ -498,10 +498,17 @@ def _latex(table: Table) -> str:
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
     lines += [r"\end{tabular}"]
     if notes := [" ".join(line.split()) for line in (table.about, *table.lines) if line]:
-        notes = [f"{escape_latex(line[:1].upper() + line[1:].rstrip('.'))}." for line in notes]
+        names = {label.split()[0] for label in table.frame.get("label", ()) if label}
+        notes = [f"{escape_latex(_capitalised(line, names).rstrip('.'))}." for line in notes]
         lines += ["", r"\smallskip", r"\begin{minipage}{\linewidth}", r"\footnotesize", "\n\n".join(notes)]
         lines += [r"\end{minipage}"]
     return "\n".join([*lines, r"\end{table}", ""])
+
+
+def _capitalised(line: str, names: Collection[str]) -> str:
+    """A line as a sentence begins, unless it begins with the name of a policy."""
+    first = line.partition(" ")[0].rstrip(":,")
+    return line if first in names else f"{line[:1].upper()}{line[1:]}"
 
 
 def _markdown(table: Table) -> str:

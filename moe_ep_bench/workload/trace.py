@@ -152,7 +152,9 @@ class Trace:
 
     def _read(self, layer: int, name: str) -> NDArray[Any]:
         if not 0 <= layer < self.num_layers:
-            raise UserError(f"{self.path}: layer: expected 0 to {self.num_layers - 1}, got {layer}")
+            raise UserError(
+                f"{self.path}: layer: expected a row of the recording, 0 to {self.num_layers - 1}, got {layer}"
+            )
         blocks = []
         for part in self.parts:
             with _opened(part) as file:

@@ -1082,6 +1082,15 @@ def test_batches_that_are_replaced_are_named() -> None:
         assert not any("num_batches" in line for line in said_of(asked(*QWEN, *batches)))
 
 
+def test_a_policy_without_a_kernel_is_said_to_be_modelled_as_if_it_had_one(tmp_path: Path) -> None:
+    own = dataclasses.replace(drop(1.5, 1.3, 0.05, 0.97), by_torch=True)
+    for mode, facts, is_said in (("emulated", MODELLED, True), ("run", {}, False)):
+        made = comparison_of(own, drop(2.0, 1.2, 0.02, 0.98), facts=facts)
+        text = advice_text(load_timed(write_run(tmp_path / mode, [made], mode)), BOUNDS)
+        said = "token_drop capacity_factor=1.5: torch operations, modelled as if compiled; on a GPU they take longer"
+        assert (f"  {said}" in text.splitlines()) == is_said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("second", "is_said"), [(2.4, True), (1.21, False)])
 def test_few_draws_with_wide_intervals_ask_for_more(second: float, is_said: bool, tmp_path: Path) -> None:

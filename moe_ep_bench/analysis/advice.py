@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, model_v
 
 from moe_ep_bench.analysis.cases import own_points, point_parts
 from moe_ep_bench.analysis.columns import SAME_KERNELS, cost_words, milliseconds
-from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
+from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, TORCH_CAVEAT, chance_words
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import (
     Assumption,
@@ -199,12 +199,13 @@ class Note(_Fact):
 
     Attributes:
         number: of draws, or of verdicts.
-        text: a warning of results, as they have it.
+        text: a warning of results, as they have it; or the candidates that are meant.
     """
 
     kind: Literal[
         "mixed_machines", "skew_is_assumed", "layers_differ", "plan_time_of_this_cpu", "scored_where_chosen",
-        "few_draws", "chance", "one_layer", "mass_is_not_accuracy", "of_traffic_alone", "warning",
+        "few_draws", "chance", "one_layer", "mass_is_not_accuracy", "as_if_compiled", "of_traffic_alone",
+        "warning",
     ]  # fmt: skip
     number: int | None = None
     text: str | None = None
@@ -614,6 +615,7 @@ _NOTES = {
     "few_draws": "{number} draws of the traffic give wide intervals: more draws tell more (sweep.workload.seed)",
     "one_layer": "speedups are of one MoE layer: a whole model gains less (docs/model.md)",
     "mass_is_not_accuracy": "score mass is not accuracy: evaluate the model first (docs/quality.md)",
+    "as_if_compiled": TORCH_CAVEAT.format("{text}"),
     "of_traffic_alone": MODEL_CAVEAT,
     "warning": "{text}",
 }

@@ -368,5 +368,7 @@ def _notes(store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.Da
     if costs_answers(picks["missing_share"], picks["retained_mass"]).any():
         yield Note(kind="mass_is_not_accuracy")
     if origins.isin(NOT_EXECUTED).any():
+        if labels := ", ".join(dict.fromkeys(rows.loc[rows["by_torch"].eq(True), "label"])):
+            yield Note(kind="as_if_compiled", text=labels)
         yield Note(kind="of_traffic_alone")
     yield from (Note(kind="warning", text=line.text) for line in warnings(store))

@@ -51,6 +51,7 @@ _LEAST_IDLE = 0.05
 FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
 
 MODEL_CAVEAT = "ranges in brackets cover traffic, not the error of the model of devices and links"
+TORCH_CAVEAT = "{}: torch operations, modelled as if compiled; on a GPU they take longer"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: do not compare phase shares with a paper's"
@@ -217,7 +218,7 @@ def _of_times(one: Comparison[TimedFacts], rows: pd.DataFrame, ok: pd.DataFrame)
             and (rest.num_moe_layers, rest.us_per_moe_layer, (of := rest_words(rest)) and f", {of}"),
         ),
         (MODEL_CAVEAT, not ran),
-        ("{}: torch operations, modelled as if compiled; on a GPU they take longer", not ran and by_torch),
+        (TORCH_CAVEAT, not ran and by_torch),
         ("replayed from CUDA graphs, which hold {}", graph_words(facts)),
         (f"{{}}, native over case, median of pairs {_spread(one)}", timed),
         (

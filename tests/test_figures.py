@@ -503,6 +503,7 @@ def test_an_interval_of_one_draw_says_so_where_no_title_does(tmp_path: Path, is_
             assert ("Whiskers: 95 % interval, one draw." in drawing.how) == says
             assert (notes.ONE_DRAW in words(drawing.figure)) == (notes.ONE_DRAW in " ".join(drawing.words)) == says
             assert drawing.rows["is_one_draw"].tolist() == [is_one]
+        assert not any("Whiskers" in line for line in drawn("dropped", store).words)
 
 
 def test_of_several_traffics_some_intervals_are_of_one_draw() -> None:

@@ -185,6 +185,25 @@ def test_a_mean_over_comparisons_has_no_whiskers(tmp_path: Path) -> None:
     assert rows_of(store, "k0", "speedup_median", where="policy == 'oea'")["speedup_low"].notna().all()
 
 
+def test_whiskers_of_any_column_stand_in_the_csv_and_the_caption(tmp_path: Path) -> None:
+    cases = [FakeCase("native", role="baseline"), *(FakeCase("oea", params={"k0": k}, speedup=1.2) for k in (2, 4))]
+    workload = {"kind": "synthetic", "description": "skewed", "tail_model": None, "targets": {"peak_load": 2.0}}
+    comparisons = [
+        FakeComparison(f"c{ep}", {"workload": workload}, cases, num_ranks=ep, num_iterations=1) for ep in (2, 4)
+    ]
+    run = write_run(tmp_path / "run", comparisons)
+    asked = ["--bare", "--x", "ep_size", "--y", "speedup_median", "--facet", "k0"]
+    status, out = plotted(tmp_path, run, *asked)
+    assert status == 0
+    rows = pd.read_csv(out / "speedup_median-over-ep_size-k0.csv")
+    assert (rows["speedup_low"] < rows["speedup_median"]).all()
+    assert (rows["speedup_median"] < rows["speedup_high"]).all()
+    assert rows[["speedup_is_interval", "is_one_draw"]].all(axis=None)
+    assert "Whiskers: 95 % interval, one draw." in (out / "speedup_median-over-ep_size-k0.txt").read_text()
+    status, out = plotted(tmp_path / "mean", run, *asked[:2], "model", *asked[3:])
+    assert "Whiskers" not in (out / "speedup_median-over-model-k0.txt").read_text()
+
+
 def test_columns_of_batches_are_means_and_percentiles_and_phases_are_of_their_slowest_rank(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

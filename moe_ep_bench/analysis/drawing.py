@@ -91,6 +91,7 @@ class Figure:
         ordered: lines are of ordered things, not of policies.
         of: the kind of numbers, which decides on the warnings below: those of phases name probes too.
         workload: of facts what the footer says of their workload.
+        whiskers: the quantity whose ends are whiskers; empty = none is said to have any.
     """
 
     title: str
@@ -108,6 +109,7 @@ class Figure:
     ordered: bool = False
     of: Literal["routing", "times", "phases"] = "times"
     workload: Callable[[Any], Parts] = workload_parts
+    whiskers: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +162,17 @@ def draw(
     titled = not bare or drawn["facet"].nunique() > 1
     panels = panels_of(figure.panels, drawn)
     sheet, body = facets(drawn, panels, looks, beside=beside, most=figure.most, titled=titled)
-    is_interval, is_one_draw = _whiskers(drawn)
+    is_interval, is_one_draw = _whiskers(drawn, figure.whiskers)
     intervals = interval_words(is_interval, is_one_draw) if is_interval else ""
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": intervals})
-    if "{intervals}" in figure.how and any(map(all, zip(is_interval, is_one_draw, strict=True))):
+    named = "{intervals}" in figure.how
+    if named and any(map(all, zip(is_interval, is_one_draw, strict=True))):
         notes.append(ONE_DRAW)
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     footer = _footer(drawn, notes, figure)
     dress(sheet, *(("", "", (), ()) if bare else (figure.title, how, footer, tags)), body=body)
     headings = drawn.drop_duplicates("facet")["heading" if "heading" in drawn else "title"]
-    words = [f"{figure.title}.", f"{'; '.join(headings)}.", *filter(None, [how, *footer])]
+    words = [f"{figure.title}.", f"{'; '.join(headings)}.", *filter(None, [how, "" if named else intervals, *footer])]
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how, words)
 
@@ -229,15 +232,16 @@ def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.copy().assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
 
 
-def _whiskers(rows: pd.DataFrame) -> tuple[list[bool], list[bool]]:
-    """Of each speedup's whiskers whether they are an interval, and whether of one draw of which no title speaks."""
-    if "speedup_is_interval" not in rows:
+def _whiskers(rows: pd.DataFrame, of: str) -> tuple[list[bool], list[bool]]:
+    """Of each whiskers of a quantity whether they are an interval, and whether of one draw of which no title speaks."""
+    names = ends(of, of=("low", "high", "is_interval"))
+    if not set(names) <= set(rows):
         return [], []
-    judged = rows[rows["speedup_median"].notna() & rows["role"].isin(["policy", "replication"])]
-    judged = judged.dropna(subset="speedup_is_interval")
+    judged = rows[rows["role"].isin(["policy", "replication"])].dropna(subset=names)
+    titled = "heading" not in rows
     pairs = zip(judged["is_one_draw"], judged["facts"], strict=True)
-    of_one = [bool(is_one) and not facts.workload.is_one_draw for is_one, facts in pairs]
-    return [bool(value) for value in judged["speedup_is_interval"]], of_one
+    of_one = [bool(is_one) and not (titled and facts.workload.is_one_draw) for is_one, facts in pairs]
+    return [bool(value) for value in judged[names[-1]]], of_one
 
 
 def _footer(rows: pd.DataFrame, notes: Sequence[str], figure: Figure) -> list[str]:

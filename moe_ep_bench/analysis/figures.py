@@ -331,6 +331,7 @@ FIGURES: dict[str, Figure] = {
         where="role in ('policy', 'replication', 'balanced') and speedup_median != null and mode != 'serve'",
         needs="role != 'balanced'",
         columns=(*_SPEEDUP, *ends("moe_speedup"), *COSTS),
+        whiskers="speedup",
         beside=_is_upright,
     ),
     "dropped": Figure(
@@ -390,6 +391,7 @@ FIGURES: dict[str, Figure] = {
         "factors. Policies that drop more than 95 % are left out.",
         rows=pareto_rows,
         columns=(*_SPEEDUP, "verdict", *COSTS, "relief", "kept_share"),
+        whiskers="speedup",
         beside=True,
     ),
     "served": Figure(
@@ -408,6 +410,7 @@ FIGURES: dict[str, Figure] = {
             *(*_SPEEDUP, *SERVED_ENDS),
             *("verdict", "median_ms", "ttft_ms", "tpot_ms", "tokens_per_s", "equal_share", "first_difference"),
         ),
+        whiskers="speedup",
         beside=_is_upright,
     ),
     "quality": Figure(

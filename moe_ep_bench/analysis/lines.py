@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, batch_phases, routing
-from moe_ep_bench.analysis.columns import column_of, labels
+from moe_ep_bench.analysis.columns import column_of, ends, labels
 from moe_ep_bench.analysis.drawing import ADDED, HIDDEN, Figure, public_columns, value_words, with_fields
 from moe_ep_bench.analysis.marks import Series
 from moe_ep_bench.analysis.reduce import GROUPS
@@ -42,12 +42,19 @@ def lines(
         [Series(x, y)],
         "A line for each {of_lines}. Several batches, layers or comparisons at one place are their mean.",
         rows=partial(_line_rows, asked=asked, where=where, of=of),
-        columns=list(asked.values()),
+        columns=[*asked.values(), *_of_whiskers(y)],
         limit=6,
         ordered=by not in (None, *_OF_POLICIES),
         of="phases" if any(map(_is_probed, (x, y))) else "times",
+        whiskers=y.removesuffix("_median"),
     )
     return {"-".join(filter(None, [f"{y}-over-{x}", by and f"by-{by}", facet])): figure}
+
+
+def _of_whiskers(y: str) -> list[str]:
+    """Columns that say where a column's whiskers end and what they are; none of most columns."""
+    of_ends = ends(y.removesuffix("_median"), of=("low", "high", "is_interval"))
+    return [*of_ends, "is_one_draw"] if y.endswith("_median") else []
 
 
 def _is_probed(column: str) -> bool:
@@ -129,8 +136,8 @@ def _means(rows: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     """One row per place on a line: the mean of those that stand there, which has no whiskers."""
     place = ["facet", "line", "variant", x]
     in_place = rows.groupby(place, sort=False, dropna=False)
-    ends = [name for name in (f"{y.removesuffix('_median')}_low", f"{y.removesuffix('_median')}_high") if name in rows]
-    alone = {name: rows[name].where(in_place[y].transform("size") == 1) for name in ends}
+    is_alone = in_place[y].transform("size") == 1
+    alone = {name: rows[name].where(is_alone) for name in _of_whiskers(y) if name in rows}
     return rows.assign(**{y: in_place[y].transform("mean")}, **alone).drop_duplicates(place)
 
 

@@ -152,6 +152,22 @@ def test_policies_of_a_users_own_have_looks_that_no_other_has() -> None:
     assert looks_of(own)["mine_0 k=2"]["color"] == colours[0]
 
 
+def test_a_users_policy_has_neither_colour_nor_marker_of_another_and_its_first_value_is_not_pale() -> None:
+    run = {"token_drop": "token_drop", "mine alpha=0": "mine", "mine": "mine"}
+    of_others = {part for look in POLICY_LOOKS.values() for part in look}
+    for look in (looks_of(run)[name] for name in ("mine alpha=0", "mine")):
+        assert not {look["color"], look["marker"]} & of_others
+    along = {"token_drop capacity_factor=1.5": "token_drop", "mine alpha=0.25": "mine", "mine alpha=0.5": "mine"}
+    names, full = list(along), looks_of(run)
+    found = looks_of(run, along)
+    for name in names[:2]:
+        policy = full[along[name]]
+        assert (found[name]["color"], found[name]["marker"]) == (policy["color"], policy["marker"]), "as the policy"
+    assert lightness(found[names[2]]["color"]) > lightness(found[names[1]]["color"])
+    beside = looks_of(run, {"mine": "mine", **along})
+    assert len({(beside[name]["color"], beside[name]["marker"]) for name in ("mine", *names)}) == 4
+
+
 def test_all_variants_of_a_users_policy_are_drawn(tmp_path: Path) -> None:
     own = [FakeCase("mine", params={"k": k, "capacity_factor": 1.0}, dropped=k / 10) for k in (1, 2, 3)]
     few = {"num_batches": 2, "num_iterations": 1}

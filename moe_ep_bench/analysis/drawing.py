@@ -138,7 +138,7 @@ def draw(
     """
     rows, others = figure.frame(store), case_rows(store)
     # A policy has its look in every figure of a store: also where others are not drawn.
-    kinds = _kinds(others) | _kinds(rows)
+    policies, more = _kinds(others), {} if figure.frame is case_rows else _kinds(rows)
     if where is not None and len(rows):
         rows = _asked(rows, where, is_all=figure.frame is case_rows or others.empty)
     rows = matching(figure.rows(store, rows) if len(rows) else rows, figure.where)
@@ -153,7 +153,7 @@ def draw(
         titles = rows[~rows["facet"].isin(kept)].drop_duplicates("facet")["title"]
         notes.append(f"of {len(names)} panels {figure.limit} are drawn, without {_left_out(titles)}")
     drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
-    looks = ordered_looks(own) if figure.ordered else looks_of(kinds, _kinds(rows))
+    looks = ordered_looks(own) if figure.ordered else looks_of(policies, more | _kinds(rows))
     if limited and (more := _in_turn(drawn)[_MOST_LINES:]):
         notes.append(f"{len(more)} of {drawn['line'].nunique()} lines are not drawn: {_left_out(more)}")
         drawn = drawn[~drawn["line"].isin(more)]

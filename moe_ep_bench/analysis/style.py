@@ -182,6 +182,7 @@ POLICY_LOOKS = {
 # Of policies of a user's own and of what is no policy, in turn: none is one of the above.
 COLOURS = ("#E69F00", "#5B5BF0", "#E41A1C", "#17BECF", "#FF69B4", "#7A5C3E")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+OWN_MARKERS = ("p", "d", (4, 1, 0), (6, 1, 0), "8")  # of policies of a user's own: no other has one
 _LINES = ("-", "--", "-.", (0, (1, 1.2)))
 _ORDERED = LinearSegmentedColormap.from_list("ordered", ["#D55E00", "#E69F00", "#009E73", "#0072B2"])
 _LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
@@ -199,22 +200,27 @@ def looks_of(lines: Mapping[str, str], more: Mapping[str, str] | None = None) ->
 
     Args:
         lines: of a run, which number the variants, with the policies whose variants they are.
-        more: lines that a figure has beside them.
+        more: lines that a figure has; where a policy has none of a run's among them, its variants are numbered anew.
     """
     looks: dict[str, Look] = {}
-    known = dict(POLICY_LOOKS)
+    known: dict[str, tuple[str, Any]] = {**POLICY_LOOKS}
+    own, more = {*lines.values()} - {*POLICY_LOOKS}, more or {}
     variants = dict.fromkeys(lines, 1)
-    for number, (name, policy) in enumerate({**lines, **(more or {})}.items()):
+    kept = {policy for name, policy in more.items() if name in lines}
+    for number, (name, policy) in enumerate({**lines, **more}.items()):
+        if number == len(lines):
+            variants = dict.fromkeys(more, 1) | {policy: variants[policy] for policy in kept}
+        markers = OWN_MARKERS if policy in own else MARKERS
         if policy not in known:
             turn, others = divmod(len(known) - len(POLICY_LOOKS), len(COLOURS))
-            known[policy] = COLOURS[others], MARKERS[(others + turn) % len(MARKERS)]
+            known[policy] = COLOURS[others], markers[(others + turn) % len(markers)]
         colour, marker = known[policy]
         variant = 0 if name == policy else variants.get(policy, 0)
         variants[policy] = max(variant + 1, variants.get(policy, 0))
         white = _LIGHTER[variant % len(_LIGHTER)]
         red, green, blue = (part + white * (1 - part) for part in to_rgb(colour))
         colour = to_hex((red, green, blue)).upper()
-        markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
+        markers = markers if marker in markers else (marker, *markers)
         marker = markers[(markers.index(marker) + variant) % len(markers)]
         looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **_EDGE}
         looks[name] |= {"linestyle": "-", "linewidth": 1.2, "markersize": 9} if name == "native" else {}

@@ -271,7 +271,7 @@ def test_a_layer_is_the_models_whether_or_not_a_file_has_rows_of_dense_ones(of_m
         expected_E = np.array(rows[layer]) / sum(rows[layer])
         load_E = top_k_load(point.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 512, expected_E, atol=0.06)
-    reason = "layer 2 has no counts" if of_moe_layers else "1 is dense in this model, layer 2 has no counts"
+    reason = "layer 2 has no counts" if of_moe_layers else "layer 0 is dense in this model, layer 2 has no counts"
     assert f"{'2 of 3' if of_moe_layers else '2 of 4'} layers used: {reason}" in describe_workload(points[0].subject)
     (dense,) = load_experiments(path, ["workload.layer=0"], on_cpu=True)
     with pytest.raises(UserError, match=r"expected one with counts \(1, 3\), got 0, which is dense in this model"):

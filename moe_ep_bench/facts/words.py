@@ -530,10 +530,13 @@ def counted_words(counted: CountedLayers) -> str:
     """Of how many layers a file of counts is used, and why of others not; some are not."""
     dense, missing = counted.dense, counted.missing
     whole = counted.used + len(dense) + len(missing)
-    why = [f"{len(dense)} {'is' if len(dense) == 1 else 'are'} dense in this model"] if dense else []
-    if missing:
-        several = len(missing) > 1
-        why.append(f"layer{'s' * several} {in_ranges(missing)} {'have' if several else 'has'} no counts")
+    why = []
+    for layers, one, several in (
+        (dense, "is dense in this model", "are dense in this model"),
+        (missing, "has no counts", "have no counts"),
+    ):
+        if layers:
+            why.append(f"layer{'s' * (len(layers) > 1)} {in_ranges(layers)} {one if len(layers) == 1 else several}")
     return f"{counted.used} of {whole} layers used: {', '.join(why)}"
 
 

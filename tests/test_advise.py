@@ -750,6 +750,10 @@ def test_an_answer_asks_both_overlaps_and_tells_them_apart_where_the_pick_differ
     assert text.count("Use token_drop") == (1 if same else 2)
     assert ("With two micro-batches that overlap the pick is the same: 1.300 times as fast as native" in text) == same
     assert ("At overlap two_batch: Use token_drop capacity_factor=2.0: " in text) != same
+    fastest = (
+        "The fastest of these is token_drop capacity_factor=2.0 with two micro-batches that overlap: 1.333 in place"
+    )
+    assert (f"\n{fastest} of 1.538 ms" in text) != same
     assert text.count("\ncandidate") == (1 if same else 2)
     assert "no overlap / two micro-batches that overlap." in text
 

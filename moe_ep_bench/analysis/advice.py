@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -384,8 +384,20 @@ def advice_lines(advice: Advice) -> list[str]:
         f"\n{words[0].upper()}{words[1:]}."
         for words in map(assumption_words, filter(is_said_first, advice.assumptions))
     ]
-    blocks[-1] += f"{''.join(first)}\n{_for(advice)}"
+    blocks[-1] += f"{''.join([*_fastest_overlap(advice.answers), *first])}\n{_for(advice)}"
     return blocks
+
+
+def _fastest_overlap(answers: Sequence[Answer]) -> Iterator[str]:
+    """Which of several overlaps takes least, each with its own pick."""
+    overlaps = {answer.facts.overlap for answer in answers}
+    if len(answers) < 2 or len(overlaps) < len(answers) or len({title_words(one.facts) for one in answers}) > 1:
+        return
+    chosen = [(answer.facts.overlap, answer.pick or answer.native) for answer in answers]
+    timed = sorted((one.median_ms, OVERLAP_WORDS[overlap], one.label) for overlap, one in chosen if one.median_ms)
+    if len(timed) == len(answers):
+        (least, overlap, label), (other, *_), *_ = timed
+        yield f"\nThe fastest of these is {label} with {overlap}: {_taken(least, other)}."
 
 
 def _answer_lines(answer: Answer, versus: str | None) -> Iterator[str]:

@@ -261,6 +261,22 @@ def test_panels_of_one_quantity_have_one_axis(tmp_path: Path) -> None:
     assert all(low < y < high for axes in panels for line in axes.lines for y in line.get_ydata())
 
 
+def test_whiskers_far_beyond_all_points_are_cut_and_a_speedups_axis_begins_at_nothing_at_least(tmp_path: Path) -> None:
+    cases = [FakeCase("native", role="baseline"), *(FakeCase("oea", params={"k0": k}, speedup=k / 2) for k in (2, 4))]
+    for noise in (0.01, 1.5):
+        store = load(write_run(tmp_path / str(noise), [FakeComparison(cases=cases, num_iterations=1, noise=noise)]))
+        (figure,) = lines("k0", "speedup_median").values()
+        with house_style():
+            drawing = draw(figure, store)
+        low, high = drawing.figure.axes[0].get_ylim()
+        values = [*drawing.rows["speedup_median"], 1.0]
+        assert 0 <= low < min(values)
+        assert max(values) < high < max(values) + 1.3 * max(0.5, np.ptp(values))
+        is_cut = (drawing.rows["speedup_high"] > high).any() or (drawing.rows["speedup_low"] < low).any()
+        assert is_cut == (noise > 1)
+        assert any("some whiskers are cut by the axis" in line for line in drawing.words) == is_cut
+
+
 def test_panels_over_different_quantities_keep_their_own_axes() -> None:
     """Decode's costs, which are small, would be a flat line beside prefill's."""
     figure = matplotlib.figure.Figure()

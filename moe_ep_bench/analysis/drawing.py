@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import COMPARISON, FACTOR, cases
 from moe_ep_bench.analysis.columns import COLUMNS, COSTS, SERVED, ends, labels
-from moe_ep_bench.analysis.marks import Panel, facets, panels_of
+from moe_ep_bench.analysis.marks import Panel, cuts_whiskers, facets, panels_of
 from moe_ep_bench.analysis.notes import NOT_FUSED, ONE_DRAW, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.served import QUANTITIES
 from moe_ep_bench.analysis.store import Store
@@ -169,6 +169,8 @@ def draw(
     if named and any(map(all, zip(is_interval, is_one_draw, strict=True))):
         notes.append(ONE_DRAW)
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
+    if cuts_whiskers(sheet):
+        notes.append("some whiskers are cut by the axis (the CSV has their ends)")
     footer = _footer(drawn, notes, figure)
     dress(sheet, *(("", "", (), ()) if bare else (figure.title, how, footer, tags)), body=body)
     headings = drawn.drop_duplicates("facet")["heading" if "heading" in drawn else "title"]

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
@@ -44,6 +45,7 @@ _TITLE_LINE = 0.17  # inches
 NAMES = 2.4  # inches for names beside a panel
 _ROW = 0.3  # inches of a row, at least
 _MARKER = 6.5 / 72  # inches between two markers, at most
+_LEAST_ROOM = 0.5  # by which whiskers of speedups may reach beyond all points before they are cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +324,7 @@ def _limit_values(axes: Axes, column: Column, values: np.ndarray, *, upright: bo
     elif column.native == 0:
         limit(low - 0.2 * pad, high + 1.8 * pad)
     else:
-        limit(low - pad, high + pad)
+        limit(max(0.0, low - pad) if column.native == 1 else low - pad, high + pad)
     _whole_ticks(axis, known)
 
 
@@ -377,7 +379,7 @@ class Series(Panel):
             if len(part := points[points["line"] == line]):
                 _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
         self._name_hollow(axes, points)
-        _make_room(axes, points, upright=upright)
+        _make_room(axes, points, up, upright=upright)
         _draw_references(axes, rows, self.x, up, floors_along=None if by_name else across.scale, upright=upright)
         if native is not None:
             axes.plot(*native, label="native", **_STAR)
@@ -425,12 +427,32 @@ class Series(Panel):
         axes.set(**({"xlabel": up} if upright else {"xlabel": across, "ylabel": up}))
 
 
-def _make_room(axes: Axes, points: pd.DataFrame, *, upright: bool) -> None:
-    """Show all points and whiskers, which stand aside, so that the axes do not see where they end."""
+def _make_room(axes: Axes, points: pd.DataFrame, up: Column, *, upright: bool) -> None:
+    """Show all points and whiskers, which stand aside, so that the axes do not see where they end.
+
+    Whiskers that reach further beyond points and native than these are apart are cut: points would be flat lines.
+    """
+    if up.native == 1:
+        low, high = np.nanmin([*points["value"], 1.0]), np.nanmax([*points["value"], 1.0])
+        room = max(_LEAST_ROOM, high - low)
+        points = points.assign(low=points["low"].clip(low - room), high=points["high"].clip(upper=high + room))
     for end in ("value", "low", "high"):
         known = points[["place", end]].dropna().to_numpy()
         axes.update_datalim(known[:, ::-1] if upright else known)
     axes.margins(0.08)
+
+
+def cuts_whiskers(figure: Figure) -> bool:
+    """Whether a panel's axis ends within a whisker."""
+    for axes in figure.axes:
+        for error in (one for one in axes.containers if isinstance(one, ErrorbarContainer)):
+            for lines in error[2]:
+                ends = np.array(lines.get_segments()).reshape(-1, 2, 2)
+                along = int(ends[:, 0, 0].tolist() == ends[:, 1, 0].tolist())  # else they lie
+                low, high = sorted(axes.get_ylim() if along else axes.get_xlim())
+                if (ends[:, :, along] < low).any() or (ends[:, :, along] > high).any():
+                    return True
+    return False
 
 
 def _aside(points: pd.DataFrame, lines: Sequence[str], room: float) -> dict[str, float]:

@@ -126,21 +126,24 @@ def metrics_of_parts(
     ranks_per_node: int = RANKS_PER_NODE,
     num_parts: int = 1,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """``routing_metrics`` of a map, and what each of its micro-batches sends (``placement.Slots.parts``)."""
+    """``routing_metrics`` of a map, and what each of several micro-batches sends (``placement.Slots.parts``)."""
     from moe_ep_bench.kernels.counting import routing_counts
 
     of_scores = score_metrics(scores_TE, context) if of_scores is None else of_scores
     num_tokens = len(scores_TE)
-    tokens_M = num_tokens // num_parts + (np.arange(num_parts) < num_tokens % num_parts)
+    least, more = divmod(num_tokens, num_parts)
+    tokens_M = [least + (part < more) for part in range(num_parts)]
     of_tokens = _bytes(map_TE), _bytes(of_scores.top_k_TE), _array(scores_TE), _valid(context)
-    counts = routing_counts(*of_tokens, context.num_ranks, ranks_per_node, tokens_M.cumsum())
-    by_part, of_valid = counts[:3], counts[3:]
-    whole = [*(values.sum(axis=0) for values in by_part), *of_valid]
-    parts = [
-        {"num_tokens": number, "slot_load_P": load_E, "copies_R": copies_R, "copies_N": copies_N}
-        for number, load_E, copies_R, copies_N in zip(tokens_M.tolist(), *by_part, strict=True)
-    ]
-    return _metrics(whole, num_tokens, context, of_scores, ranks_per_node), parts
+    counts = routing_counts(*of_tokens, context.num_ranks, ranks_per_node, np.cumsum(tokens_M))
+    by_part, of_valid, parts = counts[:3], counts[3:], list[dict[str, Any]]()
+    if num_parts == 1:
+        whole = [values[0] for values in by_part]
+    else:
+        whole = [values.sum(axis=0) for values in by_part]
+        names = "slot_load_P", "copies_R", "copies_N"
+        for number, *of_part in zip(tokens_M, *by_part, strict=True):
+            parts.append({"num_tokens": number, **dict(zip(names, of_part, strict=True))})
+    return _metrics([*whole, *of_valid], num_tokens, context, of_scores, ranks_per_node), parts
 
 
 def metrics_by_rank(

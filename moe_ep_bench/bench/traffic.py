@@ -265,7 +265,7 @@ def _route_case(
     map_TE, row, parts = routed() if case.policy is not None else tokens.once(("native", *sizes), routed)
     row = row | {"layer": point.row_layer(tokens.layer)}
     if slots.is_contiguous:
-        return row, parts if point.num_parts > 1 else []
+        return row, parts
     parts = slots.parts(map_TE, tokens.rank, *sizes) if point.num_parts > 1 else []
     return row | slots.metrics(map_TE, tokens.rank, point.ranks_per_node, parts), parts
 

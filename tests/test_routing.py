@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from moe_ep_bench.bench.description import routed_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.point import BALANCED, NATIVE, RANKS, ROUTING, VIRTUAL, Point
 from moe_ep_bench.bench.routing import Router
-from moe_ep_bench.bench.traffic import route_layer
+from moe_ep_bench.bench.traffic import _stats_key, route_layer
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies.xshare import XShare
 
 CPU = torch.device("cpu")
 POLICIES = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "lynx", "num_dropped": 8}]
@@ -150,3 +153,18 @@ def test_ranks_have_unequal_tokens_by_one_number(tmp_path: Path) -> None:
         plan(config, ["workload.tokens_of_ranks=5"], VIRTUAL, on_cpu=True)
     with pytest.raises(UserError, match="give either tokens_per_rank or num_tokens, or tokens_of_ranks as a list"):
         plan(config, ["workload.num_tokens=null"], VIRTUAL, on_cpu=True)
+
+
+def test_a_class_of_a_users_own_shares_no_statistics_by_what_it_inherits() -> None:
+    """It may count otherwise, by fields that the class above does not know."""
+
+    class Own(XShare):
+        pass
+
+    def key_of(policy: Any) -> Any:
+        case: Any = SimpleNamespace(policy=policy)
+        return _stats_key(case)
+
+    assert key_of(XShare(k0=1, budget=4)) == (1, "full", None)
+    assert key_of(Own(k0=1, budget=4)) is None
+    assert key_of(None) is None

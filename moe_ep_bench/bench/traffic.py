@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -301,6 +302,11 @@ def _layer_traffic(
     return LayerTraffic(num_tokens_R, slots, stats_SE, list(rows_R), parts=parts, **shared)
 
 
+def _stats_key(case: CaseSpec) -> tuple[Any, ...] | None:
+    """By what cases of a kind of policy share statistics. A class inherits none, for it may count otherwise."""
+    return case.policy.stats_key if case.policy and "stats_key" in vars(type(case.policy)) else None
+
+
 def _statistics(
     router: Router, cases: Sequence[CaseSpec], layer: int | None, batch: int
 ) -> dict[str, Sequence[Tensor]]:
@@ -315,8 +321,7 @@ def _statistics(
     wide = [case for case in cases if case.case_id in ids]
     if not wide:
         return {}
-    # A case without a policy has no statistics.
-    keys = [one.policy.stats_key if one.policy else None for one in wide]
+    keys = [_stats_key(one) for one in wide]
     kinds = [one.case_id if key is None else (type(one.policy), *key) for one, key in zip(wide, keys, strict=True)]
     firsts = {kind: case for kind, case in reversed(list(zip(kinds, wide, strict=True)))}
 

@@ -231,7 +231,7 @@ class Policy:
 
     @property
     def stats_key(self) -> tuple[Any, ...] | None:
-        """All fields on which its statistics depend: policies of its kind with equal ones share them; None = nobody."""
+        """All fields on which its statistics depend; policies of its very class that agree in them share statistics."""
         return None
 
     @property
